@@ -17,7 +17,7 @@ import torch
 from lightning_roundpipe import strategy
 from lightning_roundpipe.devices import cuda, cuda_streams, thread_owner
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
-from lightning_roundpipe.engine import executor, microbatch
+from lightning_roundpipe.engine import executor, layer_calls
 
 GPU_CLOCK_AHEAD = 1234.5
 """Seconds by which the fake GPU's clock differs from the host's."""
@@ -221,7 +221,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, name, fake)
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
     autograd = AutogradThread()
-    for owner, name in ((torch.autograd, "backward"), (executor, "run_backward"), (microbatch, "run_backward")):
+    for owner, name in ((torch.autograd, "backward"), (executor, "run_backward"), (layer_calls, "run_backward")):
         patch.setattr(owner, name, autograd.runs(getattr(owner, name)))
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)

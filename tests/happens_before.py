@@ -38,7 +38,7 @@ from torch import Tensor
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
-from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.step_slots import Turns
 from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool
 from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.user_code.mode import Proxies
@@ -310,11 +310,11 @@ def races(*, shared: bool = False) -> Iterator[HappensBefore]:
 
 def tell_apart(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
     """GPUs that are played are all the CPU to torch. Whether something is where it is needed goes by who owns it."""
-    real = Microbatch._home_of
+    real = Turns.home_of
 
-    def home_of(self: Microbatch, tensor: Tensor) -> Any:
+    def home_of(self: Turns, tensor: Tensor) -> Any:
         owner = ordering.owner_of(tensor)
         own = (device for device in self.context.pool.devices if owner.startswith(f"roundpipe-dev{device.index}-"))
         return next(own, None) or real(self, tensor)
 
-    patch.setattr(Microbatch, "_home_of", home_of)
+    patch.setattr(Turns, "home_of", home_of)

@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
-from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.layer_calls import Tape
+from lightning_roundpipe.engine.microbatch import CallingThread
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT
 from lightning_roundpipe.user_code.graph_cut import Boundary
@@ -221,17 +222,17 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def in_backward(self: Any, home: Any, where: str) -> Iterator[None]:
         # Autograd adds a section's gradients of the stand-ins to those of the sections before, in one place.
-        stand_ins = any(proxy.grad is not None for _, proxy in self.mode.proxies._known.values())
+        stand_ins = any(proxy.grad is not None for _, proxy in self.weights.mode.proxies._known.values())
         if stand_ins and (before := self.__dict__.get("_section_before")) is not None:
             ordering.join(home.compute.name, before)
         with real_in_backward(self, home, where):
             yield
         self._section_before = ordering.point(home.compute.name)
 
-    real_backward, real_moved = Boundary.backward, Microbatch._moved
-    real_in_backward = Microbatch._user_code_in_backward
-    patch.setattr(Microbatch, "_moved", moved)
-    patch.setattr(Microbatch, "_user_code_in_backward", in_backward)
+    real_backward, real_moved = Boundary.backward, Tape.moved
+    real_in_backward = Tape._user_code
+    patch.setattr(Tape, "moved", moved)
+    patch.setattr(Tape, "_user_code", in_backward)
     patch.setattr(Boundary, "backward", staticmethod(backward))
     patch.setattr(ThreadEvent, "wait", wait)
     patch.setattr(Worker, "keep_until_computed", keep_until_computed)
@@ -334,4 +335,4 @@ def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(kind, name, followed)
 
-    follow(Microbatch, "run")
+    follow(CallingThread, "run")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
-from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.uploads import WeightUploads
+from lightning_roundpipe.engine.user_sections import UserSections
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.updates import async_optimizer
@@ -188,7 +188,7 @@ class Reading(Gated):
 def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are stepped when all microbatches have ended; the next user code waits for that, without the baton."""
     if forgets:  # as if user code had not read it before
-        monkeypatch.setattr(Microbatch, "_enter_user_code", _forgetting(Microbatch._enter_user_code))
+        monkeypatch.setattr(UserSections, "enter", _forgetting(UserSections.enter))
     gate = Gate(-1)
     plain = run("auto", Reading(gate), BATCHES, watch=False)
     with monkeypatch.context() as patch:
@@ -200,7 +200,7 @@ def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch
 
 
 def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
-    def enter(self: Microbatch, *args: Any) -> None:
+    def enter(self: UserSections, *args: Any) -> None:
         self.context.learned.read_by_user_code = frozenset()
         real(self, *args)
 

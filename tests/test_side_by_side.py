@@ -139,16 +139,15 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
 
 def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the second round leave last, at the end of its slot. Later rounds wait for them."""
-    worker = engine_worker.Worker
-    name = "send"
-    real = getattr(worker, name)
+    sender = engine_worker.GradientSender
+    real = sender.send
 
     def send(self: Any, slot: Any, calls: Any, *args: Any) -> Any:
         whole = isinstance(calls, list) and len(calls) == len(getattr(slot, "gradients", ()))  # all that are left
         return [] if slot.round == 1 and not whole else real(self, slot, calls, *args)
 
     one, _ = trained(1)
-    monkeypatch.setattr(worker, name, send)
+    monkeypatch.setattr(sender, "send", send)
     several, _ = trained(3, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)
 

@@ -133,7 +133,7 @@ def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None, carry: str)
         "LayerCall",
         "Gradients",
         "InputEdge",
-        "Run",
+        "Outcome",
         "Slot",
         "HostTensor",
         "DeviceGradSums",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +28,6 @@ from lightning_roundpipe.model.graph_nodes import nodes_of
 
 LossWeight = Callable[[Any], Any] | Literal["targets", "sum"] | None
 """The option: how microbatches count. None: by their samples."""
-
-
-class Weighed(Protocol):
-    """A microbatch as far as its weight is concerned.
-
-    Attributes:
-        index: number of the microbatch in its step.
-        weight: how much its loss counts; 0 before that is known, and without a loss.
-    """
-
-    index: int
-    weight: float
 
 
 class Contribution(NamedTuple):
@@ -100,33 +88,33 @@ class LossWeights:
         """Whether the loss of a batch is the sum of those of its parts, rather than their mean by weights."""
         return self._by == "sum"
 
-    def of(self, run: Weighed, loss: Tensor, counts: TargetCounts) -> float:
+    def of(self, microbatch: int, loss: Tensor, counts: TargetCounts) -> float:
         """Return the weight of a microbatch that has its ``loss``; ``counts`` are those of its cross entropies."""
-        return counts.behind(loss) if self.counts_targets else self._known[run.index]
+        return counts.behind(loss) if self.counts_targets else self._known[microbatch]
 
-    def share(self, run: Weighed) -> float:
-        """Return the factor of a microbatch's loss in its backward, as far as it is known before the last one.
+    def share(self, weight: float) -> float:
+        """Return the factor of a loss of this ``weight`` in its backward, as far as it is known before the last one.
 
         The first microbatch with targets determines the guess of the total.
         """
         if not self.counts_targets:
-            return run.weight / self._accumulated
+            return weight / self._accumulated
         if self._guess is None:
-            if not run.weight:
+            if not weight:
                 return 0.0
-            self._guess = run.weight * self.count
-        return run.weight / self._guess
+            self._guess = weight * self.count
+        return weight / self._guess
 
-    def factor(self, runs: Iterable[Weighed]) -> float:
-        """Return the factor of the sums of gradients, once all microbatches have their losses."""
+    def factor(self, weights: Iterable[float]) -> float:
+        """Return the factor of the sums of gradients, once all microbatches have their losses, of these ``weights``."""
         if self._guess is None:
             return self._accumulated
-        return self._guess / sum(run.weight for run in runs) * self._accumulated
+        return self._guess / sum(weights) * self._accumulated
 
-    def contribution(self, runs: Iterable[Weighed]) -> Contribution:
+    def contribution(self, weights: Iterable[float]) -> Contribution:
         """Return how much the window counts beside those of other machines: [2] adds up, all else is weighed."""
         kind = "samples" if self._by is None else self._by if isinstance(self._by, str) else "a function"
-        total = float(self._samples) if self._by is None else self._unit * sum(run.weight for run in runs)
+        total = float(self._samples) if self._by is None else self._unit * sum(weights)
         return Contribution(kind, total)
 
 

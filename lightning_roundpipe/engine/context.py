@@ -106,7 +106,7 @@ class StepSpec:
         overlaps: whether its backward may go on beside the next step.
         undisturbed: whether no update was writing to masters when it began.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
-        weights: how much the microbatches count; also says how many there are.
+        loss_weights: how much the microbatches count; also says how many there are.
         measures: whether a plan is to be made from it.
         ahead: whether a stage is recomputed before the gradients of its last call are there.
         carry: calls whose products are carried.
@@ -123,7 +123,7 @@ class StepSpec:
     overlaps: bool
     undisturbed: bool
     updates: AsyncOptimizer | None
-    weights: LossWeights
+    loss_weights: LossWeights
     measures: bool
     ahead: bool
     carry: frozenset[int]

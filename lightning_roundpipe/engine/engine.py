@@ -25,7 +25,7 @@ from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.manual import ManualStep
-from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.microbatch import Microbatch, MicrobatchResult
 from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.process_state import any_changes
@@ -48,25 +48,6 @@ from lightning_roundpipe.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.user_code.interception import Inside, Interceptor, intercepted, without_caches
 from lightning_roundpipe.user_code.module_state import SharedAttributes, observed_writes
 from lightning_roundpipe.user_code.thread_state import thread_locals_of
-
-
-@dataclass
-class MicrobatchResult:
-    """What one microbatch of a window has given.
-
-    Attributes:
-        output: what ``training_step`` returned, detached.
-        loss: the value of its loss; None if it returned none.
-        weight: how much the loss counts.
-        differentiable: whether the loss requires grad.
-        logs: what it has logged.
-    """
-
-    output: Any
-    loss: torch.Tensor | None
-    weight: float
-    differentiable: bool
-    logs: LogRecorder
 
 
 @dataclass
@@ -210,7 +191,7 @@ class Engine:
                         step.run(functions, in_order=step.plan is None or not self.options.overlap)
                     finally:
                         caller.restore()
-                        runs = step.runs
+                        runs = step.microbatches
                 before, self._step_in_flight = self._step_in_flight, step
                 if before is not None:
                     self._end(before)
@@ -225,10 +206,10 @@ class Engine:
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         except Exception as error:
-            failed = next((run.index for run in runs if run.error is error), None)
+            failed = next((run.index for run in runs if run.result.error is error), None)
             if not failed:  # it is not user code's, or no result comes before it
                 raise
-            return self._result_of(runs[:failed], step, runs[failed].error)
+            return self._result_of(runs[:failed], step, runs[failed].result.error)
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
@@ -261,7 +242,7 @@ class Engine:
                     host = CallerRandomState([])
                     devices.restore()
                     host.restore()
-                output = step.runs[0].output
+                output = step.microbatches[0].result.output
                 self.model.buffers.settle()
                 self.model.buffers.take_history()
             self._end(step)
@@ -291,11 +272,10 @@ class Engine:
         """Return what the microbatches have given, with modules as the last one has left them."""
         shared, buffers = self.context.shared, self.model.buffers.take_history()
         shared.show(None)
-        results = [MicrobatchResult(r.output, r.loss, r.weight, r.differentiable, r.logs) for r in runs]
-        result = WindowResult(results, step.finish() if error is None else None, error)
-        kept = [run.kept for run in runs if run.kept is not None]
+        result = WindowResult([run.result for run in runs], step.finish() if error is None else None, error)
+        kept = [run.sections.attributes for run in runs if run.sections.attributes is not None]
         if kept:
-            if any(run.ended_early for run in runs):
+            if any(run.turns.ended_early for run in runs):
                 shared.leave_latest(kept)
             shared.rewind()
             buffers.show(-1)
@@ -461,7 +441,7 @@ class Engine:
         """Wait until nothing is in flight, so that the caller may read and write weights and optimizer state."""
         running = context_of_thread()
         if self.formats.hidden and isinstance(running, Batch):
-            running.touched()
+            running.weights.touched()
         elif self.formats.hidden and isinstance(running, Microbatch):
             raise RoundPipeError(
                 "training_step asks for all weights (state_dict() or save_checkpoint()) while they are on their way to "

@@ -1,8 +1,8 @@
 """Evaluation: validation, test and prediction batches, forward only. Several are in flight at once.
 
-A batch is a microbatch without a tape, and its step runs whole, once. The first batch of a kind runs alone, with a slot
-for each call. It shows the calls, how long they take, and which attributes of modules a step leaves changed. Batches
-that are started ahead then follow one another through the stages of a forward plan:
+A batch makes its calls like a microbatch, without a tape, and its step runs whole, once. The first batch of a kind runs
+alone, with a slot for each call. It shows the calls, how long they take, and which attributes of modules a step leaves
+changed. Batches that are started ahead then follow one another through the stages of a forward plan:
 
     start ── user code, in the order of batches ── a call in the turn of its slot ── user code ── ... ── [1]
     the last call has returned ── the turn is left ── the step goes on when the batch before has ended ── [2]
@@ -35,21 +35,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.events import Recorder
-from lightning_roundpipe.engine.executor import LayerCall, Run
-from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.executor import LayerCall, Outcome
+from lightning_roundpipe.engine.layer_calls import LayerCalls
+from lightning_roundpipe.engine.microbatch import CallingThread
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.step_slots import StepSlots
-from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner
+from lightning_roundpipe.engine.step_slots import StepSlots, Turns
+from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
-from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -82,64 +84,156 @@ class Kind(NamedTuple):
             call.forward_s = min(call.forward_s, *times)
 
 
-class Batch(Microbatch):
-    """A batch of an evaluation.
+class _Sections(UserSections):
+    """Sections of a batch's user code.
 
-    It has many collaborators because it is a microbatch.
+    Args:
+        turns: the batch's turns.
+        attributes: its view of modules.
+        wait_for_before: waits until the batch before has ended.
+    """
+
+    def __init__(self, turns: Turns, attributes: AttributeView, wait_for_before: Callable[[], None]) -> None:
+        super().__init__(turns, attributes, "evaluation")
+        self._wait_for_before = wait_for_before
+
+    def enter(self, section: int | None = None) -> None:
+        """Enter a section, the last one without a turn, and when the batch before has ended [2]."""
+        if not self.turns.ended_early:
+            self.turns.leave()
+            self._wait_for_before()
+        super().enter(section)
+
+
+class _Weights(WeightGuard):
+    """The weights, which only a batch alone may write to.
+
+    Args:
+        sections: the sections of the batch's user code.
+        be_alone: waits until nothing else is in flight.
+
+    Attributes:
+        writes: whether user code may have written to weights.
+        in_place: whether it has wanted gradients: calls then run on the weights themselves.
+    """
+
+    def __init__(self, sections: UserSections, be_alone: Callable[[], None]) -> None:
+        self._be_alone = be_alone
+        self.writes = self.in_place = False
+        super().__init__(sections, ())
+
+    def _make_mode(self) -> UserCodeMode:
+        return _EvaluationUserCode(self.context, self.touched, self.sections.run_unlocked)
+
+    def touched(self) -> None:
+        """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
+        if not self.writes:
+            self.writes = True
+            self._be_alone()
+            for device in self.context.pool.devices:
+                device.weights_up.synchronize()
+            self.context.model.join()
+
+    def runs_in_place(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether user code wants gradients of the call, or has wanted some: an optimizer may have stepped."""
+        if not self.in_place and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            found: list[Tensor] = []
+            collect((args, kwargs), set(), found)
+            self.in_place = any(layer.trainable()) or any(tensor.requires_grad for tensor in found)
+        return self.in_place
+
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """Return a copy of a parameter of another module for a layer on ``device``."""
+        return self.context.model.values(master).to(device)
+
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
+        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
+        return False
+
+
+class _Calls(LayerCalls):
+    """The calls of a batch.
+
+    Args:
+        sections: the sections of its user code.
+        weights: the weights.
+        close: lets no more batches start.
+
+    Attributes:
+        given: lists, dicts and objects that each layer was given.
+    """
+
+    def __init__(self, sections: UserSections, weights: _Weights, close: Callable[[], None]) -> None:
+        super().__init__(sections, weights, [])
+        self._close = close
+        self.given: defaultdict[int, list[Any]] = defaultdict(list)
+
+    def needs_order(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the plan does not have the call, or the layer gets an object that it may have written to."""
+        trace, known = self.turns.slots.trace, self.given[layer.index]
+        given = [value for value in (*args, *kwargs.values()) if is_box(value)]
+        again = any(one is other for one in given for other in known)
+        known += given
+        return again or (trace is not None and trace.find(layer, self.turns.next, taped=False) is None)
+
+    def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
+        outcome = super().forward(call, taped=taped)
+        if outcome.written and not call.layer.sets_attributes:
+            self._close()
+        return outcome
+
+
+class Batch(CallingThread):
+    """A batch of an evaluation.
 
     Args:
         flight: those that it is among.
-        layout, slots: the slots of its round.
+        slots, round: the slots of its round.
         index: its number.
         before: the batch before, if any is in flight.
 
     Attributes:
+        attributes: what it has set on modules.
+        logs: what it has logged.
+        output: what its step has returned.
         alone: whether it has done what only a batch alone may do [3].
         failure: what its step has raised.
         done: ends of what it has enqueued on devices.
         around: the context variables of its step.
     """
 
+    weights: _Weights
+    calls: _Calls
+
     def __init__(
-        self, flight: Flight, layout: StepSlots, slots: Sequence[Slot], index: int, before: Batch | None
+        self, flight: Flight, slots: StepSlots, round: Sequence[Slot], index: int, before: Batch | None
     ) -> None:
         self._flight, self._before = flight, before
-        super().__init__(flight.context, layout, index, before.begun if before is not None else None, slots)
-        self._phase = "evaluation"
-        self.kept: AttributeView = AttributeView(flight.shared)
+        self.attributes = AttributeView(flight.shared)
+        turns = Turns(flight.context, slots, round, index, 1)
+        sections = _Sections(turns, self.attributes, self._wait_for_before)
+        calls = _Calls(sections, _Weights(sections, self.be_alone), flight.close)
+        super().__init__(calls, before.sections.begun if before is not None else None)
+        self.logs = LogRecorder(flight.context.pool.devices)
+        self.output: Any = None
         self.alone = False
         self.failure: BaseException | None = None
         self.done: list[Event] = []
         self.around = contextvars.copy_context()
-        self._in_place = self._writes = False
-        self._given: defaultdict[int, list[Any]] = defaultdict(list)
-        """Lists, dicts and objects that each layer was given."""
-        self._used: set[Device] = set()
-
-    def _user_code_mode(self) -> UserCodeMode:
-        return _EvaluationUserCode(self.context, self.touched, self._run_unlocked)
-
-    def touched(self) -> None:
-        """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
-        if not self._writes:
-            self._writes = True
-            self.be_alone()
-            for device in self.context.pool.devices:
-                device.weights_up.synchronize()
-            self.context.model.join()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[[], Any]) -> None:
-        with working(self), self.spec.thread_state.entered(), self.mode:
-            self.output = self._run_user_code(function)
+        with working(self), self.spec.thread_state.entered(), self.weights.mode:
+            self.output = self.sections.run(function)
             with torch._C.DisableTorchFunction():
-                for bucket in self.context.model.buckets if self._writes else ():
+                for bucket in self.context.model.buckets if self.weights.writes else ():
                     bucket.refresh()
-            self.kept.end()
-            self.done = [device.compute.record() for device in self._used]
+            self.attributes.end()
+            used = {call.worker for call in self.calls.made.calls}
+            self.done = [self.context.pool.devices[worker].compute.record() for worker in used]
 
-    def _fail(self, error: BaseException, predecessors: Sequence[Microbatch]) -> None:
+    def _fail(self, error: BaseException, predecessors: Sequence[Any]) -> None:
         if not isinstance(error, Cancelled):
             self.failure = error
 
@@ -154,26 +248,21 @@ class Batch(Microbatch):
             self.spec.scope.fail(error)
         finally:
             self._before = None
-            self._given.clear()
+            self.calls.given.clear()
             super()._end()
 
     def _pass_on(self) -> None:
         """Let the batches behind go on."""
-        self._leave(len(self._slots))
-        self._close_section()
-        self.begun.set()
-        self.trail.leave(math.inf)
+        self.turns.leave()
+        self.sections.close()
+        self.sections.let_pass()
+
+    def _wait_for(self, signal: Signal) -> None:
+        self.context.pool.baton.wait(self.turns.runner, signal.then)
 
     def _wait_for_before(self) -> None:
         if self._before is not None:
-            self._baton.wait(self.runner, self._before.ended.then)
-
-    def _enter_user_code(self, behind: int | None = None) -> None:
-        """Enter a section, the last one without a turn, and when the batch before has ended [2]."""
-        if not self.ended_early:
-            self._leave(len(self._slots))
-            self._wait_for_before()
-        super()._enter_user_code()
+            self._wait_for(self._before.ended)
 
     def be_alone(self) -> None:
         """Wait until nothing else is in flight [3]. User code calls this."""
@@ -184,9 +273,9 @@ class Batch(Microbatch):
         self._pass_on()
         self._wait_for_before()
         for slot in self._flight.slots():
-            self._baton.wait(self.runner, slot.sent.then)
-        self._layout, self._slots, self._at, self._left = self._flight.without_plan, [], -1, 0
-        super()._enter_user_code()
+            self._wait_for(slot.sent)
+        self.turns.go_on(self._flight.without_plan)
+        self.sections.enter()
 
     def may_exchange(self) -> bool:
         """Return whether user code may exchange something with other machines, in the order of Lightning's own loop.
@@ -198,67 +287,26 @@ class Batch(Microbatch):
         self.be_alone()
         return True
 
-    # -- layer calls --------------------------------------------------------------------------------------------------
-
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer call. User code calls this by way of the intercepted layer."""
+        weights, calls = self.weights, self.calls
         with torch._C.DisableTorchFunction():
-            in_place = self._runs_in_place(layer, args, kwargs)
-            if self._is_other(layer) or self._is_given_again(layer, args, kwargs):
+            in_place = weights.runs_in_place(layer, args, kwargs)
+            if calls.needs_order(layer, args, kwargs):
                 self.be_alone()
-            if in_place:
-                self.touched()
-                self.context.model.buffers.settle()
-            elif self._writes:
-                layer.bucket.refresh()
-                layer.snapshot()
-        if in_place:
-            return self._flight.in_place(layer, args, kwargs)
-        result = super().call(layer, args, kwargs)
-        assert self.device is not None
-        self._used.add(self.device)
-        if self._writes:
-            self.device.weights_up.synchronize()
-            with torch._C.DisableTorchFunction():
-                layer.bucket.join()
-        return result
-
-    def _forward(self, call: LayerCall, *, taped: bool) -> tuple[Any, Run, Worker]:
-        result, run, worker = super()._forward(call, taped=taped)
-        if run.written and not call.layer.sets_attributes:
-            call.layer.sets_attributes = True
-            self._flight.close()
-        return result, run, worker
-
-    def _is_other(self, layer: HostLayer) -> bool:
-        """Return whether the plan does not have the next call."""
-        trace = self._layout.trace
-        return trace is not None and trace.find(layer, self._next, taped=False) is None
-
-    def _is_given_again(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the layer gets an object that it may have written to before."""
-        known, given = self._given[layer.index], [v for v in (*args, *kwargs.values()) if is_box(v)]
-        again = any(one is other for one in given for other in known)
-        known += given
-        return again
-
-    def _runs_in_place(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether user code wants gradients of the call, or has wanted some: an optimizer may have stepped."""
-        if not self._in_place and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            found: list[Tensor] = []
-            collect((args, kwargs), set(), found)
-            self._in_place = any(layer.trainable()) or any(tensor.requires_grad for tensor in found)
-        return self._in_place
-
-    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
-        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
-        return False
-
-    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
-        """Return a copy of a parameter of another module for a layer on ``device``."""
-        return self.context.model.values(master).to(device)
-
-    def _worker_on_demand(self, call: int) -> int:
-        return 0
+            if not in_place:
+                if weights.writes:
+                    layer.bucket.refresh()
+                    layer.snapshot()
+                calls.check(layer)
+                result = calls.call(layer, args, kwargs)
+                if weights.writes and self.turns.device is not None:
+                    self.turns.device.weights_up.synchronize()
+                    layer.bucket.join()
+                return result
+            weights.touched()
+            self.context.model.buffers.settle()
+        return self._flight.in_place(layer, args, kwargs)
 
 
 class _EvaluationUserCode(UserCodeMode):
@@ -341,7 +389,7 @@ class Flight:
         context = self.context
         spec = StepSpec(
             seed=(), first=0, version=self._version, several=True, overlaps=False, undisturbed=True, updates=None,
-            weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry=frozenset(),
+            loss_weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry=frozenset(),
             thread_state=context.thread_state(), recorder=Recorder(), scope=self.scope,
         )  # fmt: skip
         return StepSlots(context, spec, trace)
@@ -359,7 +407,7 @@ class Flight:
         round_, before = self._rounds[-1], self.last
         batch = self.last = Batch(self, round_.layout, round_.slots, index, before)
         if begins and before is not None:
-            batch.follows = before.trail
+            batch.turns.follows = before.turns.passed
         self.tasks = [task for task in self.tasks if not task.finished]
         work = functools.partial(batch.around.run, batch.run, function)
         self.tasks.append(self.context.pool.thread(index % self._size).submit(work))
@@ -544,7 +592,7 @@ class Evaluations:
     def show(self, batch: Batch) -> None:
         """Let hooks find what ``batch`` has left, and no batch run user code until the next `wait_for` [4]."""
         with self._failing():
-            self._give_turn(batch.kept)
+            self._give_turn(batch.attributes)
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -621,11 +669,11 @@ class Evaluations:
         batch = flight.last
         if before is None or batch is None or batch.alone or batch.failure or flight.scope.failed or self._kind == ():
             return
-        calls = batch.made.calls
+        calls = batch.calls.made.calls
         if calls and not before.has_moved and not any(map(_in_order_alone, calls)):
             for call in calls:
                 call.forward_s = math.inf
-            self._known[self._kind] = flight.known = Kind(batch.made, flight.shared)
+            self._known[self._kind] = flight.known = Kind(batch.calls.made, flight.shared)
 
 
 def _in_order_alone(call: TracedCall) -> bool:

@@ -80,7 +80,7 @@ class LayerCall:
         edges: where the gradients of those go.
         home: device that user code is on at the call.
         trained: whether each of the layer's parameters is trained.
-        context: the context variables at the call.
+        variables: the context variables at the call.
         saved: the tensors on the host; empty if the graph is kept.
         mutated: positions of the tensors that the layer writes to.
         gradients: of the outputs.
@@ -89,6 +89,7 @@ class LayerCall:
         buffers: the layer's buffers in front of the forward.
         seconds: that the layer's code took.
         slot: the slot of its backward, if the plan has none.
+        planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
         place: gives user code the outputs of a repeated call; None for other calls.
         products: of its forward, if they are carried.
@@ -108,7 +109,7 @@ class LayerCall:
     edges: list[InputEdge]
     home: Device | None
     trained: list[bool]
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
     saved: list[HostTensor] = field(default_factory=list)
     mutated: list[int] = field(default_factory=list)
     gradients: Gradients = field(init=False)
@@ -117,6 +118,7 @@ class LayerCall:
     buffers: dict[int, BufferValue] | None = None
     seconds: float = 0.0
     slot: Slot | None = None
+    planned: bool = False
     traced: TracedCall | None = None
     place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
     products: list[Product] = field(default_factory=list)
@@ -143,7 +145,7 @@ class LayerCall:
 
 
 @dataclass(slots=True)
-class Run:
+class _Ran:
     """What one run of a layer's code has given.
 
     Attributes:
@@ -154,8 +156,6 @@ class Run:
         fills_attributes: whether containers that are attributes went in, which it may have filled.
         tensors: the tensors in all of these, without those that it was given.
         differentiable: those of them that require grad.
-        shared: tensors, given and returned, that share memory; as user code sees them.
-        caller: translates to what user code sees.
     """
 
     output: Any
@@ -165,8 +165,48 @@ class Run:
     fills_attributes: bool
     tensors: list[Tensor] = field(default_factory=list)
     differentiable: list[Tensor] = field(default_factory=list)
-    shared: list[Tensor] = field(default_factory=list)
-    caller: Substitution = field(init=False)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a call gives to user code.
+
+    Attributes:
+        result: what the layer returned, and what output collectors have gathered.
+        copies: for each list, dict or object that it was given, the caller's and the copy.
+        written: attributes that it has set, with values as the layer has them.
+        mutated: tensors that it was given and has written to, by position.
+        shared: tensors, given and returned, that share memory.
+        sets_attributes: whether it has set attributes, or may have filled containers that are attributes.
+        caller: translates values of the layer to what user code sees.
+    """
+
+    result: Any
+    copies: list[tuple[Any, Any]]
+    written: list[tuple[int, str, Any]]
+    mutated: list[tuple[int, Tensor]]
+    shared: list[Tensor]
+    sets_attributes: bool
+    caller: Substitution
+
+    def deliver(self, layer: HostLayer, inputs: Sequence[Tensor]) -> None:
+        """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
+
+        Args:
+            layer: the layer.
+            inputs: the tensors that the call was made with.
+        """
+        for original, copy in self.copies:
+            self.caller.write(original, copy)
+        for number, name, value in self.written:
+            setattr(layer.state.modules[number], name, self.caller(value))
+        for position, value in self.mutated:
+            own = inputs[position]
+            if value.data_ptr() != own.data_ptr():
+                own.copy_(value)
+            elif value.requires_grad:  # the values are there: only the history is missing
+                with torch.autograd._unsafe_preserve_version_counter(own):  # type: ignore[attr-defined]
+                    own.copy_(value)
 
 
 class Executor:
@@ -198,7 +238,7 @@ class Executor:
     def forward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside, *,
         keep_graph: bool, carries: bool = False,
-    ) -> tuple[Any, Run]:  # fmt: skip
+    ) -> Outcome:  # fmt: skip
         """Run a call.
 
         Args:
@@ -211,7 +251,7 @@ class Executor:
             carries: whether its products go to the host for the recomputation. Compiled code has none.
 
         Returns:
-            What user code gets, and the run, of which `deliver` gives it the rest.
+            What user code gets.
         """
         layer, worker = call.layer, self.worker
         tensors = self._take(slot, layer, inputs, runner)
@@ -241,7 +281,7 @@ class Executor:
         originals: dict[int, Any] = dict(zip(map(id, aliases), call.tensors, strict=True))
         originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
         originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
-        run.shared = sharing(found, aliases)
+        shared = sharing(found, aliases)
         lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
         clones = self._part_from_lent(run, found, lent, originals)
         call.mutated = [position for position, _ in run.mutated]
@@ -257,33 +297,10 @@ class Executor:
             self._place_again(call, run, originals)
         originals.update((known, originals.get(id(clone), clone)) for known, clone in clones.items())
         originals.update((id(copy), original) for original, copy in run.copies)
-        run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
-        run.shared = [originals.get(id(t), t) for t in run.shared]
-        run.caller = caller = Substitution(originals)
-        result = caller(run.output)
-        run.output, run.differentiable, run.tensors = None, [], []  # the graph ends here
-        return result, run
-
-    @staticmethod
-    def deliver(call: LayerCall, run: Run, inputs: Sequence[Tensor]) -> None:
-        """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
-
-        Args:
-            call: the call.
-            run: what `forward` returned.
-            inputs: the tensors that the call was made with.
-        """
-        for original, copy in run.copies:
-            run.caller.write(original, copy)
-        for number, name, value in run.written:
-            setattr(call.layer.state.modules[number], name, run.caller(value))
-        for position, value in run.mutated:
-            own = inputs[position]
-            if value.data_ptr() != own.data_ptr():
-                own.copy_(value)
-            elif value.requires_grad:  # the values are there: only the history is missing
-                with torch.autograd._unsafe_preserve_version_counter(own):  # type: ignore[attr-defined]
-                    own.copy_(value)
+        mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
+        caller, sets = Substitution(originals), bool(run.written) or run.fills_attributes
+        shared = [originals.get(id(t), t) for t in shared]
+        return Outcome(caller(run.output), run.copies, run.written, mutated, shared, sets, caller)
 
     def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
         """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
@@ -315,7 +332,7 @@ class Executor:
     def _run(
         self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, runner: Runner, kind: str,
         inside: Inside, carrying: Gathering | Returning | None = None, *, grad: bool,
-    ) -> tuple[Run, list[Tensor], Gradients]:  # fmt: skip
+    ) -> tuple[_Ran, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
         replica.apply(call.state)
@@ -368,7 +385,7 @@ class Executor:
         filled = replica.changed_contents()
         built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
         fills = bool(filled) or any(not isinstance(v, (Tensor, tuple)) for v in built.attributes.values())
-        run = Run(output, built.copies, writes.found(), mutated, fills)
+        run = _Ran(output, built.copies, writes.found(), mutated, fills)
         if run.written or output[1]:
             layer.observers.act()
         if run.written or built.attributes:
@@ -440,7 +457,7 @@ class Executor:
             slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
 
     def _part_from_lent(
-        self, run: Run, found: list[Tensor], lent: set[int], originals: dict[int, Any]
+        self, run: _Ran, found: list[Tensor], lent: set[int], originals: dict[int, Any]
     ) -> dict[int, Tensor]:
         """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs.
 
@@ -456,7 +473,7 @@ class Executor:
         originals.update(clones)
         return clones
 
-    def _place_again(self, call: LayerCall, run: Run, originals: dict[int, Any]) -> None:
+    def _place_again(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:
         """Let user code have the outputs of a repeated call where it has had them."""
         assert call.place is not None
         found = list(run.differentiable)
@@ -551,7 +568,7 @@ class Executor:
         given = [t.clone() if i in call.mutated else t for i, t in enumerate(saved)]
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(given, INPUTS), call.thread_state.entered():
-            run, _, sink = call.context.run(
+            run, _, sink = call.variables.run(
                 functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside,
                 returning,
             )  # fmt: skip

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model.attributes import Contents, StateDiff, frozen, is_plain
@@ -49,6 +49,13 @@ class LayerAttributes:
     def touched(self, holder: Holder) -> None:
         """Note that an attribute of a module changes."""
         self._stale.update(self._owners.get(id(holder), ()))
+
+    def about_to_write(self, holder: Holder, name: str) -> None:
+        """Be told of what the only microbatch of a step sets."""
+        self.touched(holder)
+
+    def holder_of(self, tensor: Tensor) -> None:
+        """Return None: one microbatch needs no view of buffers."""
 
     def of(self, layer: HostLayer) -> StateDiff | None:
         """Return the difference; the same object until something changes."""

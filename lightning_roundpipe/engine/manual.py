@@ -33,12 +33,14 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.context import Context, StepSpec
 from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step import Step
-from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.step_slots import StepSlots, Turns
 from lightning_roundpipe.engine.sync import Signal
+from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
@@ -66,7 +68,7 @@ class ManualSlots(StepSlots):
         if key not in self.sums:
             # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
             nth = sum(other == layer.index for other, _ in self.sums)
-            self.sums[key] = self._context.gradients.of(layer, nth, self.trained[key]).begin()
+            self.sums[key] = self._context.gradients.of(layer, (nth,), self.trained[key]).begin()
         return self.sums[key] if self.sums[key].layout.nbytes else None
 
     def hand_out(self) -> None:
@@ -102,88 +104,56 @@ class ManualStep(Step):
         return ManualMicrobatch(self.context, self.slots)
 
 
-class ManualMicrobatch(Microbatch):
-    """The batch, as the one microbatch of its step.
+class _Sections(UserSections):
+    """Sections of user code that draws from the caller's own generators."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__(turns, None)
+        self.random = CallerRandomState([])
+        """The caller's generators, as user code has left them."""
+
+    def enter(self, section: int | None = None) -> None:
+        super().enter()
+        self.random.restore()
+
+    def close(self) -> None:
+        if self.is_open:
+            self.random = CallerRandomState([])
+        super().close()
+
+
+class _Weights(WeightGuard):
+    """The masters, which user code may read and write, except between a call and its backward.
 
     Args:
-        context: the parts of the engine that outlive the step.
-        slots: the slots of its step.
+        sections: the sections of the user code.
+        tape: the calls whose backward is still to come.
+        differentiate: runs in place of ``backward``.
     """
 
     mode: _ManualUserCode
 
-    def __init__(self, context: Context, slots: ManualSlots) -> None:
-        self._manual = slots
-        super().__init__(context, slots, 0)
-        self._weights: dict[LayerCall, list[tuple[int, int]]] = {}
+    def __init__(self, sections: UserSections, tape: Sequence[LayerCall], differentiate: Callable[..., None]) -> None:
+        self._differentiate = differentiate
+        super().__init__(sections, tape)
+        self._at_call: dict[LayerCall, list[tuple[int, int]]] = {}
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
         """Masters whose ``.data`` user code has read since a taped call, with copies of their values."""
-        self._copied = {layer.index: layer.written() for layer in context.model.layers}
+        self._copied = {layer.index: layer.written() for layer in self.context.model.layers}
         """Versions and addresses of each layer's masters when its working copies were last made."""
-        self._random = CallerRandomState([])
-        """The caller's generators, as user code has left them."""
 
-    def _user_code_mode(self) -> UserCodeMode:
-        return _ManualUserCode(self.context, self.differentiate, self._touched)
-
-    def _run(self, function: Callable[[], Any]) -> None:
-        """Run ``training_step``."""
-        mode = self.mode
-        with working(self), self.spec.thread_state.entered(), mode.watching_optimizers(), mode:
-            self.output = self._run_user_code(function)
-
-    def _end(self) -> None:
-        for kept in (self._weights, self._before):  # calls know this
-            kept.clear()
-        self._close_section()
-        self._random.restore()
-        super()._end()
-
-    # -- user code ----------------------------------------------------------------------------------------------------
-
-    def _enter_user_code(self, behind: int | None = None) -> None:
-        super()._enter_user_code()
-        self._random.restore()
-
-    def _close_section(self) -> None:
-        if self._in_user_code:
-            self._random = CallerRandomState([])
-        super()._close_section()
-
-    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
-        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
-        return False
-
-    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
-        """Return ``master``, or a differentiable copy, for a layer on ``device``."""
-        lent: Tensor = self.mode.stand_in(master).to(device)
-        return lent
+    def _make_mode(self) -> _ManualUserCode:
+        return _ManualUserCode(self.context, self._differentiate, self._touched)
 
     def _touched(self, master: nn.Parameter) -> None:
         """Note that user code may write to a master without raising its version."""
-        held = [call for call in self._tape if any(master is mine for mine in call.layer.masters)]
+        held = [call for call in self.tape if any(master is mine for mine in call.layer.masters)]
         value = master.detach().clone() if held else master
         for call in held:
             self._before.setdefault(call, []).append((master, value))
 
-    # -- layer calls --------------------------------------------------------------------------------------------------
-
-    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward, taped = self._phase == "forward", len(self._tape)
-        if forward:
-            with torch._C.DisableTorchFunction():
-                self._manual.trained[layer.index, self._uses[layer.index]] = tuple(layer.trainable())
-        result = super().call(layer, args, kwargs)
-        if forward:
-            assert self.device is not None
-            self.device.weights_up.synchronize()  # [1]
-            if len(self._tape) > taped:
-                with torch._C.DisableTorchFunction():
-                    self._weights[self._tape[-1]] = layer.written()
-        return result
-
-    def _check_weights(self, layer: HostLayer) -> None:
+    def check(self, layer: HostLayer) -> None:
         """Let the call's upload read what user code has written to masters, or put in their place."""
         places = [master.data_ptr() for master in layer.masters]
         layer.reattach()
@@ -195,6 +165,83 @@ class ManualMicrobatch(Microbatch):
         if layer.copied and (unseen or self._copied[layer.index] != now):
             layer.bucket.refresh()
             self._copied[layer.index] = now
+
+    def taped(self, call: LayerCall) -> None:
+        """Note the weights that a call was made with."""
+        self._at_call[call] = call.layer.written()
+
+    def refuse_written(self, call: LayerCall) -> None:
+        """Raise if they were written to since."""
+        before = self._before.get(call, ())
+        if self._at_call[call] == call.layer.written() and all(torch.equal(m, value) for m, value in before):
+            return
+        raise RoundPipeError(
+            f"weights of layer {call.layer.name!r} were written to (by an optimizer's step, most likely) between "
+            "its call and the backward of that call, for which it is computed once more. Run backward before the "
+            "step, or call the model again after it."
+        )
+
+    def forget(self, call: LayerCall) -> None:
+        """Forget a call that has left the tape."""
+        del self._at_call[call]
+        self._before.pop(call, None)
+
+    def end(self) -> None:
+        """Forget all calls, which know this."""
+        for kept in (self._at_call, self._before):
+            kept.clear()
+
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """Return ``master``, or a differentiable copy, for a layer on ``device``."""
+        lent: Tensor = self.mode.stand_in(master).to(device)
+        return lent
+
+    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor, layer: str = "") -> bool:
+        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
+        return False
+
+
+class ManualMicrobatch(Microbatch):
+    """The batch, as the one microbatch of its step.
+
+    Args:
+        context: the parts of the engine that outlive the step.
+        slots: the slots of its step.
+    """
+
+    weights: _Weights
+    sections: _Sections
+
+    def __init__(self, context: Context, slots: ManualSlots) -> None:
+        self._slots = slots
+        sections, tape = _Sections(Turns(context, slots, (), 0, len(context.pool.workers))), list[LayerCall]()
+        super().__init__(LayerCalls(sections, _Weights(sections, tape, self.differentiate), tape))
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        """Run ``training_step``."""
+        mode = self.weights.mode
+        with working(self), self.spec.thread_state.entered(), mode.watching_optimizers(), mode:
+            self.result.output = self.sections.run(function)
+
+    def _end(self) -> None:
+        self.weights.end()
+        self.sections.close()
+        self.sections.random.restore()
+        super()._end()
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward, taped = self.sections.phase == "forward", len(self.tape.calls)
+        if forward:
+            with torch._C.DisableTorchFunction():
+                self._slots.trained[layer.index, self.calls.uses[layer.index]] = tuple(layer.trainable())
+        result = super().call(layer, args, kwargs)
+        if forward:
+            assert self.turns.device is not None
+            self.turns.device.weights_up.synchronize()  # [1]
+            if len(self.tape.calls) > taped:
+                with torch._C.DisableTorchFunction():
+                    self.weights.taped(self.tape.calls[-1])
+        return result
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -209,24 +256,24 @@ class ManualMicrobatch(Microbatch):
                 "strategy: a layer is differentiated on its worker, once, by all that is trained. Differentiate twice "
                 "inside a layer, and choose what gets gradients with requires_grad (toggle_optimizer)."
             )
+        sections, mode, formats = self.sections, self.weights.mode, self.context.model.formats
         with torch._C.DisableTorchFunction():
-            self._phase, self.mode.returning = "backward", True
-            seeds, formats = list(gradients), self.context.model.formats
+            sections.phase, mode.returning = "backward", True
+            seeds = list(gradients)
             if (scale := formats.scales.manual) != 1.0:
-                seed, self.mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
+                seed, mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
                 pairs = zip(losses, gradients, strict=True)
                 seeds = [filled_like(loss, seed) if given is None else given * seed for loss, given in pairs]
-            for call in self._tape:
-                call.gradients.expected = True
+            self.tape.expect_gradients()
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
-            with self._noted(), one_thread, torch._C._EnableTorchFunction():
-                self.mode.run_backward(losses, seeds)
-            self._close_section()
+            with sections.noted(), one_thread, torch._C._EnableTorchFunction():
+                mode.run_backward(losses, seeds)
+            sections.close()
             self._walk(retain=bool(retain_graph))
-            self._manual.hand_out()
-            self._activations.forget_dead()
-            self._enter_user_code()
-            self._phase, self.mode.returning = "forward", False
+            self._slots.hand_out()
+            self.turns.activations.forget_dead()
+            sections.enter()
+            sections.phase, mode.returning = "forward", False
 
     def _walk(self, *, retain: bool) -> None:
         """Run the backward of the calls that a gradient reaches, deepest first; others stay on the tape [4].
@@ -235,12 +282,12 @@ class ManualMicrobatch(Microbatch):
         """
         left: list[LayerCall] = []
         slots: list[Slot] = []
-        while self._tape:
-            call = self._tape.pop()
+        while self.tape.calls:
+            call = self.tape.calls.pop()
             reached = bool(call.gradients)
             if reached:
-                self._refuse_written(call)
-                self._backward(call)
+                self.weights.refuse_written(call)
+                self.tape.backward(call)
                 assert call.slot is not None
                 slots.append(call.slot)
                 call.slot = None
@@ -249,21 +296,10 @@ class ManualMicrobatch(Microbatch):
                 left.append(call)
             else:
                 call.gradients.close()
-                del self._weights[call]
-                self._before.pop(call, None)
-        self._tape = left[::-1]
+                self.weights.forget(call)
+        self.tape.calls += left[::-1]
         for slot in slots:
-            self._baton.wait(self.runner, slot.sent.then)
-
-    def _refuse_written(self, call: LayerCall) -> None:
-        before = self._before.get(call, ())
-        if self._weights[call] == call.layer.written() and all(torch.equal(m, value) for m, value in before):
-            return
-        raise RoundPipeError(
-            f"weights of layer {call.layer.name!r} were written to (by an optimizer's step, most likely) between "
-            "its call and the backward of that call, for which it is computed once more. Run backward before the "
-            "step, or call the model again after it."
-        )
+            self.context.pool.baton.wait(self.turns.runner, slot.sent.then)
 
 
 class _ManualUserCode(UserCodeMode):

@@ -12,13 +12,16 @@ user code's own tensors count, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.arguments import collect
 from lightning_roundpipe.engine.caller_modes import without_caller_modes
+from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.memory.peak_memory import PeakMemoryMeter
@@ -40,6 +43,8 @@ class MeasuredMemory:
         self._section: tuple[PeakMemoryMeter, int, int] | None = None
         """Of the present section of user code: its meter, what is resident, and what of it are outputs of calls."""
         self._warm: set[Device] = set()
+        self._last: TracedCall | None = None
+        """The last call."""
 
     def meter(self, device: Device | None) -> PeakMemoryMeter:
         """Return a meter that begins now, when nothing is in flight that could be freed later."""
@@ -53,8 +58,11 @@ class MeasuredMemory:
             worker.device.activations_down.synchronize()
         return PeakMemoryMeter(device, ())
 
-    def called(self, traced: TracedCall, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+    def called(self, traced: TracedCall, inputs: Iterable[Tensor], result: Any) -> None:
         """Note what a call shares with earlier ones [1]. User code has not gone on yet."""
+        outputs: list[Tensor] = []
+        collect(result, set(), outputs)
+        self._last = traced
         traced.forward_bytes = traced.kept_bytes
         traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made)
 
@@ -62,8 +70,9 @@ class MeasuredMemory:
         """Begin a section of user code [2]."""
         self._section = self.meter(device), self._resident(), self._crossing.held_bytes()
 
-    def leave(self, before: TracedCall | None) -> None:
-        """End it; ``before`` is the call before it."""
+    def leave(self) -> None:
+        """End it, if there is one."""
+        before = self._last
         if self._section is None:
             return
         (meter, resident, outputs), self._section = self._section, None
@@ -75,23 +84,22 @@ class MeasuredMemory:
         dropped = outputs - self._crossing.held_bytes()
         self._made = max(0, self._made + self._resident() - resident + dropped)
 
-    def before_backward(self, traced: TracedCall, call: int, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Note what is held on workers when the backward of ``call`` begins [3].
-
-        Args:
-            traced: the call.
-            call: its position.
-            own: the gradients of its outputs, in parts.
-            others: those, and the gradients that other calls have got.
-        """
-        waiting = storage_bytes(others) - storage_bytes(own)
-        traced.backward_held_bytes = self._crossing.backward_held_bytes(call) + waiting
+    def before_backward(self, call: LayerCall, others: Iterable[LayerCall]) -> None:
+        """Note what is held on workers when the backward of ``call`` begins [3]; ``others`` may have got gradients."""
+        own, waiting = _gradients([call]), _gradients([call, *others])
+        if call.traced is not None:
+            held = self._crossing.backward_held_bytes(call.index)
+            call.traced.backward_held_bytes = held + storage_bytes(waiting) - storage_bytes(own)
 
     def _resident(self) -> int:
         """Return the bytes on all workers. Those of workers that share a GPU count once."""
         emulated = self._pool.accelerator is None
         known = {each.index if emulated else each.torch_device: each for each in self._pool.devices}
         return sum(device.resident_bytes() for device in known.values())
+
+
+def _gradients(calls: Iterable[LayerCall]) -> list[Tensor]:
+    return [part.tensor for call in calls for of_output in call.gradients.parts for part in of_output]
 
 
 def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -105,10 +105,10 @@ class Planner:
             DoesNotFit: no plan fits the memory budget.
             ValueError: the plan in the options does not fit the calls or the budget, or their order.
         """
-        runs, randomness = step.runs, self._context.randomness
+        runs, randomness = step.microbatches, self._context.randomness
         if self._context.learned.in_order or not self._options.overlap:
             return
-        if len(runs) > 1 and (buffer := next((run.mode.met_buffer for run in runs if run.mode.met_buffer), "")):
+        if len(runs) > 1 and (buffer := next(filter(None, (run.weights.mode.met_buffer for run in runs)), "")):
             late = "which this window is the first to do, " if step.plan is not None else ""
             drain()
             self._run_in_order(
@@ -116,7 +116,7 @@ class Planner:
                 "is in it depends on their order",
                 "leave plan out.",
             )
-        elif step.plan is None and all(run.loss is not None for run in runs):
+        elif step.plan is None and all(run.result.loss is not None for run in runs):
             alone = step.spec.updates is not None and self._context.exchange is None
             share = alone and not self._options.staleness  # else masters change while uploads read them
             self._plan_from(step, share=share)
@@ -127,7 +127,7 @@ class Planner:
 
         ``share``: whether masters and what uploads read share memory, where user code between layers reads neither.
         """
-        traces, recorder = [run.made for run in step.runs], step.spec.recorder
+        traces, recorder = [microbatch.calls.made for microbatch in step.microbatches], step.spec.recorder
         learned, options, workers = self._context.learned, self._options, len(self._workers)
         layers = self._context.model.layers
         alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
@@ -173,7 +173,7 @@ class Planner:
                 if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
                     plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
             except ValueError as error:
-                samples = step.spec.weights.fewest_samples
+                samples = step.spec.loss_weights.fewest_samples
                 remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
                 raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
         if len(traces) > 1 and (buffer := _torn(plan, trace)):

@@ -137,7 +137,7 @@ class Pool:
             given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds.
         """
         late = []
-        for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.fence() for w in self.workers)):
+        for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.sender.fence() for w in self.workers)):
             if not given_up:
                 try:
                     self.wait(waiter, scope)

@@ -15,6 +15,7 @@ restores the generator's state of the forward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.layer_calls import LayerCalls, Tape
 from lightning_roundpipe.engine.randomness import Seed, derive
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -96,3 +100,54 @@ def connected(
     ends = [(t.grad_fn.gradients, t.output_nr) if t.grad_fn is not None else None for t in inner]  # type: ignore[attr-defined]
     with torch.enable_grad():
         return list(_connect(_ANCHOR, differentiate, ends, outputs, *inputs))
+
+
+def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeat one of the ``calls`` of the forward within a backward of user code; the optimizer waits for it."""
+    context, spec, turns, sections = calls.context, calls.spec, calls.turns, calls.sections
+    if spec.overlaps and layer.bucket not in context.learned.read_by_user_code:
+        raise RoundPipeError(
+            f"layer {layer.name!r} is called in a backward, which no earlier batch did, while the optimizer may be "
+            "changing its weights. Let it be called so from the first batch on."
+        )
+    calls.weights.read.add(layer.bucket)
+    made, trace = calls.made.calls, turns.slots.trace
+    again = repeated(layer, made, sections.seed_of, draws=layer.index in context.randomness.draws)
+    call = calls.capture(layer, args, kwargs, made[again].use)
+    call.index = again + len(trace.calls if trace is not None else made)
+    call.place = functools.partial(_place, tape, call, made[again], call.tensors)
+    given = call.tensors
+    sections.close()
+    outcome = calls.forward(call, taped=call.is_taped)
+    layer.sets_attributes |= outcome.sets_attributes
+    sections.enter(again + 1)
+    return calls.deliver(call, outcome, given)
+
+
+def _place(
+    tape: Tape, call: LayerCall, made: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
+) -> list[Tensor]:
+    """Return the outputs of a repeated call on the device that the call of the forward left them on."""
+    home = tape.turns.device = tape.context.pool.devices[made.worker]
+    moved = [tape.moved(t.detach(), device, home) for t in outputs]
+    if not call.thread_state.grad or not any(t.requires_grad for t in outputs):
+        return moved
+    call.gradients.home = home
+    call.gradients.expected = True
+    differentiate = functools.partial(_differentiate, tape, call)
+    return connected(differentiate, outputs, moved, [t for t, n in zip(inputs, call.needs, strict=True) if n])
+
+
+def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
+    """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
+    turns, sections = tape.turns, tape.sections
+    before = turns.device
+    sections.close()
+    gradients, device = tape.through(call)
+    given = [
+        None if g is None else tape.moved(g, device, edge.home) for g, edge in zip(gradients, call.edges, strict=True)
+    ]
+    turns.device = before
+    call.slot = None
+    sections.enter()
+    return given

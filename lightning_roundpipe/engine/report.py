@@ -66,11 +66,11 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
         for s in step.slots.all
     ]
     microbatches, updates, update = (
-        step.spec.weights.count,
+        step.spec.loss_weights.count,
         step.spec.updates,
         step.spec.version + options.staleness + 1,
     )
-    calls = len(step.runs[0].made.calls) if step.runs else 0
+    calls = len(step.microbatches[0].calls.made.calls) if step.microbatches else 0
     text = str(plan) if plan is not None else str(Plan.per_call(calls or 1))
 
     def report() -> Report:

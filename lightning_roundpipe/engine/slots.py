@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.sync import Baton, Runner, Signal
 from lightning_roundpipe.memory.arenas import Place
@@ -25,6 +25,7 @@ from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class Slot:
         recorder: records its copies and computations.
         cancel_scope: the step's.
         round: number of its round.
+        position: position among the slots of its round; None if it was made for one call, and is not in turn.
         apart: whether it starts sums of its own, which the host adds to those of the slots before.
         unpacks_once: whether packed weights are unpacked once for all its microbatches.
         place: its part of an arena, once that is known.
@@ -52,6 +54,7 @@ class Slot:
         gradients: by call, the sums on the worker that are not on their way to the host yet.
         gradients_free: ends of what uses their memory before.
         readiness: is told of its uploads and gradients.
+        opened: whether it has memory for its weights and gradients.
         first: the ticket of its first microbatch.
         after: slots that have added to the same sums before.
         left: by call, reached once the next slot's gradients may follow to the host.
@@ -69,16 +72,17 @@ class Slot:
     recorder: Recorder
     cancel_scope: CancelScope
     round: int = 0
+    position: int | None = None
     apart: bool = False
     unpacks_once: bool = False
     place: Place | None = None
     segments: dict[int, Tensor] = field(default_factory=dict)
     uploads: dict[int, Signal] = field(init=False)
-    uploaded: dict[int, Any] = field(default_factory=dict)
+    uploaded: dict[int, Event] = field(default_factory=dict)
     shares: bool = False
     gradients: dict[int, DeviceGradSums] = field(default_factory=dict)
-    gradients_free: list[Any] = field(default_factory=list)
-    readiness: Any = None
+    gradients_free: list[Event] = field(default_factory=list)
+    readiness: GradReadiness | None = None
     opened: bool = False
     first: int = 0
     after: list[Slot] = field(default_factory=list)

@@ -49,7 +49,7 @@ class Step:
 
     Attributes:
         slots: its slots.
-        runs: the microbatches.
+        microbatches: the microbatches.
         started, seconds: its time on the clock of ``time.perf_counter()``.
     """
 
@@ -68,7 +68,7 @@ class Step:
             overlaps=overlaps,
             undisturbed=context.model.undisturbed,
             updates=updates,
-            weights=weights,
+            loss_weights=weights,
             measures=plan is None and context.options.overlap,
             ahead=plan is not None and plan.recompute_ahead,
             carry=frozenset(plan.carry if plan is not None else ()),
@@ -77,7 +77,7 @@ class Step:
             scope=CancelScope(self._failed, before.spec.scope if before is not None else None),
         )
         self.slots = self._make_slots()
-        self.runs: list[Microbatch] = []
+        self.microbatches: list[Microbatch] = []
         self.gradients: StepGradients | None = None
         self.started, self.seconds = time.perf_counter(), 0.0
         self.retries_before = [device.allocation_retries() for device in context.pool.devices]
@@ -88,11 +88,11 @@ class Step:
         plan, context = self.plan, self.context
         if plan is None:
             return StepSlots(context, self.spec, None, self.readiness)
-        apart = plan.side_by_side(len(context.pool.workers), self.spec.weights.count)
+        apart = plan.side_by_side(len(context.pool.workers), self.spec.loss_weights.count)
         return StepSlots(context, self.spec, context.learned.trace, self.readiness, apart=apart)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
-        return Microbatch(self.context, self.slots, index, after, slots)
+        return Microbatch.of(self.context, self.slots, index, after, slots)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -133,19 +133,19 @@ class Step:
                 size = min(self.plan.round_microbatches, count)
                 rounds = self._lay_out(self.plan, size, count)
             for index in range(count):
-                before = self.runs[-1] if index else None
-                after = None if before is None else before.ended if in_order else before.begun
-                run = self._make_microbatch(index, after, rounds[index // size])
+                before = self.microbatches[-1] if index else None
+                after = None if before is None else before.ended if in_order else before.sections.begun
+                microbatch = self._make_microbatch(index, after, rounds[index // size])
                 if before is not None and self.plan is not None and index % size == 0:
-                    run.follows = before.trail
-                run.ended.then(self._microbatch_ended)
-                self.runs.append(run)
+                    microbatch.turns.follows = before.turns.passed
+                microbatch.ended.then(self._microbatch_ended)
+                self.microbatches.append(microbatch)
         finally:
             pool.baton.release()
         # A thread may still run a microbatch of the step before; so may all others of this step begin only later.
-        for run, function, around in zip(self.runs, functions, contexts, strict=True):
-            work = functools.partial(around.run, run.run, function, self.runs[: run.index])
-            self._tasks.append(pool.thread(run.index).submit(work))
+        for index, (microbatch, function) in enumerate(zip(self.microbatches, functions, strict=True)):
+            work = functools.partial(contexts[index].run, microbatch.run, function, self.microbatches[:index])
+            self._tasks.append(pool.thread(index).submit(work))
 
     def _lay_out(self, plan: Plan, size: int, count: int) -> list[list[Slot]]:
         """Return the slots of each round of ``size`` microbatches."""
@@ -177,15 +177,15 @@ class Step:
 
     def _wait_for_outputs(self) -> None:
         """Wait until all outputs are there [2], and the step before, which nothing else waits for, is over."""
-        self._wait([run.ready for run in self.runs])
+        self._wait([microbatch.ready for microbatch in self.microbatches])
         if self.before is not None and not self.spec.scope.failed:
             self.before._wait_for_end()
             self.started = max(self.started, self.before.started + self.before.seconds)
             self.before = None
             self.spec.scope.part()
-        for run in self.runs:
-            if run.computed is not None and not self.spec.scope.failed:
-                run.computed.wait()
+        for microbatch in self.microbatches:
+            if microbatch.result.computed is not None and not self.spec.scope.failed:
+                microbatch.result.computed.wait()
 
     def _wait_for_end(self) -> None:
         """Wait until all microbatches have ended; then all slots are closed [3]."""
@@ -240,7 +240,7 @@ class Step:
             if not self.spec.scope.failed:
                 self._wait_for_end()
                 for worker in self.context.pool.workers:
-                    self.context.pool.wait(worker.fence(), self.spec.scope)
+                    self.context.pool.wait(worker.sender.fence(), self.spec.scope)
                 for sums in self.slots.sums.values():
                     sums.wait()
         except BaseException as error:  # a second Ctrl-C, or an error of this step
@@ -251,29 +251,31 @@ class Step:
 
     def finish(self) -> StepGradients | None:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
-        if not any(run.loss is not None for run in self.runs):
+        made = self.microbatches
+        if all(microbatch.result.loss is None for microbatch in made):
             self.readiness.passed(set())
             return None
         context, learned = self.context, self.context.learned
-        read = set().union(*(run.read for run in self.runs))
+        read = set().union(*(microbatch.weights.read for microbatch in made))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
         self.readiness.passed(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
-        proxies = [run.mode.proxies for run in self.runs]
-        factor = self.spec.weights.factor(self.runs) / context.model.formats.scales.outside(self.spec.version)
+        proxies = [microbatch.weights.mode.proxies for microbatch in made]
+        counts = [microbatch.result.weight for microbatch in made]
+        factor = self.spec.loss_weights.factor(counts) / context.model.formats.scales.outside(self.spec.version)
         readiness = self.readiness if self.spec.updates is not None else None
         if context.exchange is None:
             self.gradients = StepGradients(sums, proxies, factor, readiness)
         else:
-            contribution = self.spec.weights.contribution(self.runs)
+            contribution = self.spec.loss_weights.contribution(counts)
             self.gradients = StepGradients(sums, proxies, factor, readiness, contribution, context.exchange.share)
         return self.gradients
 
     def release(self) -> None:
         """Break reference cycles, and release the sums if no optimizer step will use them."""
-        for run in self.runs:
-            del run.mode  # which knows the microbatch
-        self.runs, self.before = [], None
+        for microbatch in self.microbatches:
+            del microbatch.weights.mode  # which knows these
+        self.microbatches, self.before = [], None
         self.spec.scope.end()
         for sums in self.slots.sums.values():
             if self.gradients is None:

@@ -1,24 +1,34 @@
-"""The slots of a step: those of the plan's stages, and those of calls that the plan does not have.
+"""The slots of a step, and the way of a microbatch through them.
 
-A call without a slot in turn gets one of its own, which runs in whatever turn its microbatch has. Without a plan, all
-calls do. A slot that adds to the same sum as another one goes on from there, or the host adds both.
+A call that the plan has runs in the slot of its stage, in the microbatch's turn. Any other call gets a slot of its own,
+which runs in whatever turn the microbatch has. Without a plan, all calls do. A slot that adds to the same sum as
+another one goes on from there, or the host adds both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.executor import Executor, LayerCall
 from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
+from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Stage
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
-
-_ALONE = 1_000_000
-"""Added to the uses of a layer by calls that the plan does not have, for each microbatch: their sums are apart."""
 
 
 class StepSlots:
@@ -33,7 +43,7 @@ class StepSlots:
 
     Attributes:
         all: the slots of the plan, in order, or those that calls were given.
-        sums: the host sums of gradients, by layer and use.
+        sums: host sums of gradients, by layer, microbatch and use; -1 of all microbatches, which planned calls add to.
     """
 
     def __init__(
@@ -43,7 +53,7 @@ class StepSlots:
         self._context, self.spec, self.trace = context, spec, trace
         self._readiness, self._apart = readiness, apart
         self.all: list[Slot] = []
-        self.sums: dict[tuple[int, int], HostGradSums] = {}
+        self.sums: dict[tuple[int, ...], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
         """The last slot that adds to each sum, by the sum's id."""
         self._forward: dict[int, int] = {}
@@ -59,7 +69,7 @@ class StepSlots:
                 self._forward.update(dict.fromkeys(calls, position))
             if stage.phase != "forward":
                 self._backward.update(dict.fromkeys(calls, position))
-        slots = [self._slot(stage, microbatches, number) for stage in stages]
+        slots = [self._slot(stage, microbatches, number, position) for position, stage in enumerate(stages)]
         self.all += slots
         return slots
 
@@ -69,7 +79,7 @@ class StepSlots:
         for slot in self.all:
             self._context.pool.workers[slot.worker].add(slot)
 
-    def _slot(self, stage: Stage, microbatches: range, number: int) -> Slot:
+    def _slot(self, stage: Stage, microbatches: range, number: int, position: int) -> Slot:
         assert self.trace is not None
         traced, calls = self.trace.calls, range(stage.first, stage.last + 1)
         needed = [traced[i].layer for i in calls if stage.phase != "backward" or traced[i].taped]
@@ -80,7 +90,7 @@ class StepSlots:
         index = next(self._context.slots)
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)], sums,
-            microbatches, self.spec.version, self.spec.recorder, self.spec.scope, number,
+            microbatches, self.spec.version, self.spec.recorder, self.spec.scope, number, position,
             apart=self._apart, unpacks_once=stage.unpacks_once,
         )  # fmt: skip
         self._follow(slot)
@@ -99,28 +109,24 @@ class StepSlots:
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
 
-    def forward_position(self, call: int) -> int:
-        """Return the position of the slot of a call's forward in its round."""
-        return self._forward[call]
-
-    def backward_position(self, call: int, slots: Sequence[Slot]) -> int | None:
-        """Return the position of the slot of its backward among the ``slots`` of a round; None if it has no room.
+    def planned(self, call: int, phase: Phase, slots: Sequence[Slot]) -> Slot | None:
+        """Return the one of the ``slots`` of a round in which a call runs; None for a backward without room.
 
         A call that no backward followed in the first window has no memory for weights or gradients there.
         """
+        if phase == "forward":
+            return slots[self._forward[call]]
         assert self.trace is not None
         slot, layer = slots[self._backward[call]], self.trace.calls[call].layer
-        has_room = call in slot.sums or (slot.has(layer) and not any(layer.trainable()))
-        return self._backward[call] if has_room else None
+        return slot if call in slot.sums or (slot.has(layer) and not any(layer.trainable())) else None
 
-    def on_demand(
-        self, phase: Phase, call: int, layer: HostLayer, microbatch: int, worker: int, sums: HostGradSums | None = None
-    ) -> Slot:
+    def on_demand(self, phase: Phase, call: LayerCall, worker: int, sums: HostGradSums | None = None) -> Slot:
         """Return a slot for one call, which is not in turn."""
         counts = self.trace is None and self._readiness is not None
         slot = Slot(
-            next(self._context.slots) if counts else -1, worker, phase, [call], [layer],
-            {} if sums is None else {call: sums}, [microbatch], self.spec.version, self.spec.recorder, self.spec.scope,
+            next(self._context.slots) if counts else -1, worker, phase, [call.index], [call.layer],
+            {} if sums is None else {call.index: sums}, [call.microbatch], self.spec.version, self.spec.recorder,
+            self.spec.scope,
         )  # fmt: skip
         self._follow(slot)
         self._expect([slot])
@@ -135,7 +141,165 @@ class StepSlots:
 
     def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
         """Return the host sums of a call's gradients, of all microbatches or of one; None if nothing is trained."""
-        key = layer.index, use + (_ALONE * (microbatch + 1) if microbatch is not None else 0)
+        key = layer.index, -1 if microbatch is None else microbatch, use
         if (known := self.sums.get(key)) is None:
-            known = self.sums[key] = self._context.gradients.of(layer, key[1]).begin(apart=self._apart)
+            known = self.sums[key] = self._context.gradients.of(layer, key[1:]).begin(apart=self._apart)
         return known if known.layout.nbytes else None
+
+
+class Turns:
+    """The way of one microbatch through the slots: whose turn it has, and which device its tensors are on.
+
+    Args:
+        context: the parts of the engine that outlive the step.
+        slots: the slots of the step.
+        round: those of the microbatch's round, in order; empty without a plan.
+        microbatch: its number.
+        workers: over how many workers its calls are spread without a plan.
+
+    Attributes:
+        runner: its thread, which takes part in the baton.
+        slot: the slot whose turn it has.
+        device: the device that its newest tensors are on; None before the first call.
+        activations: its saved tensors.
+        outside: numbers of layers whose calls run outside of the plan: user code has written to their weights.
+        next: the first position of the trace that it may still call.
+        passed: how many calls of the trace are behind it.
+        follows: the same of the last microbatch of the round before, if it is the first one of its own. Turns keep the
+            order within a round; rounds may run side by side.
+    """
+
+    def __init__(
+        self, context: Context, slots: StepSlots, round: Sequence[Slot], microbatch: int, workers: int
+    ) -> None:
+        self.context, self.slots, self.round = context, slots, round
+        self.microbatch, self._workers = microbatch, workers
+        self.runner = Runner(slots.spec.scope, (round[0].index if round else 0) + microbatch)
+        self.slot: Slot | None = None
+        self.device: Device | None = None
+        self.activations = Activations(microbatch, slots.spec.recorder, context.pool.devices[0])
+        self.outside: set[int] = set()
+        self.next = 0
+        self.passed = Versioned()
+        self.follows: Versioned | None = None
+        self._left = 0
+        """Slots in front of this position have been left."""
+
+    def home_of(self, tensor: Tensor) -> Device | None:
+        """Return the device that a tensor of user code is on, if possible the present one; None for the host.
+
+        Emulated devices are told apart by the worker alone. So before the first layer, all is on the host there.
+        """
+        present, pool = self.device, self.context.pool
+        if pool.accelerator is None or (present is not None and tensor.device == present.torch_device):
+            return present
+        return next((device for device in pool.devices if device.torch_device == tensor.device), None)
+
+    # -- its place in the trace ---------------------------------------------------------------------------------------
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it has not made the last call of the trace."""
+        return self.slots.trace is not None and self.next < len(self.slots.trace.calls)
+
+    def wait_for(self, what: Versioned, version: int) -> None:
+        """Give the baton up until a version is published."""
+        if not what.has(version):
+            self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))
+
+    def let_follow(self) -> None:
+        """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
+        held = self.slots.trace.held if self.slots.trace is not None else []
+        self.passed.publish(min([self.next, *(first for first, last in held if first < self.next <= last)]))
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def of(self, call: LayerCall, phase: Phase) -> Slot:
+        """Return the slot of a call's forward or backward: that of the plan, or one for this call alone."""
+        if call.planned and call.layer.index not in self.outside:
+            planned = self.slots.planned(call.index, phase, self.round)
+            if planned is not None:
+                return planned
+        if self.round:
+            present = self.slot or self.round[0]
+            self.come_to(present)
+            worker = present.worker
+        else:
+            worker = call.index % self._workers
+        if phase == "forward":
+            return self.slots.on_demand(phase, call, worker)
+        if call.slot is None:
+            call.slot = self.for_backward(call, worker)
+        call.slot.worker = worker
+        return call.slot
+
+    def coming(self, layer: HostLayer) -> Slot | None:
+        """Return the slot of the next planned call of ``layer``, if its turn is still to come."""
+        calls = self.slots.trace.calls if self.slots.trace is not None and layer.index not in self.outside else []
+        call = next((i for i in range(self.next, len(calls)) if calls[i].layer is layer), None)
+        if call is None or not self.round:
+            return None
+        slot = self.slots.planned(call, "forward", self.round)
+        return slot if slot in self.round[self.round.index(self.slot) + 1 if self.slot is not None else 0 :] else None
+
+    def for_backward(self, call: LayerCall, worker: int) -> Slot:
+        """Return a slot for the backward of one call."""
+        sums = self.slots.sums_of(call.layer, call.use, self.microbatch if self.round else None)
+        return self.slots.on_demand("backward", call, worker, sums)
+
+    @contextlib.contextmanager
+    def take(
+        self, call: LayerCall, slot: Slot, phase: str, saved: Sequence[HostTensor] = (), *, lent: bool = True
+    ) -> Iterator[Executor]:
+        """Run a call in the turn of its slot, or in the present turn if the slot is for this call alone.
+
+        Args:
+            call: the call.
+            slot: its slot, see `of`.
+            phase: named in errors.
+            saved: what the call needs from the host. It is brought once the turn is the next one, see `Activations.on`.
+            lent: whether that goes back when the call is over.
+        """
+        executor, memory = self.context.executors[slot.worker], None
+        worker, device = executor.worker, executor.device
+        if slot.position is not None:
+            self.come_to(slot, saved, lent=lent)
+        else:
+            memory = worker.spare if self.round else worker.planned
+            worker.open(slot, memory, self.runner, None if call.layer.index in self.outside else self.slot)
+        try:
+            with (
+                device.activate(),
+                noted(lambda: FaultPlace(call.layer.title, phase, self.microbatch, slot, device)),
+            ):
+                yield executor
+        finally:
+            if memory is not None:
+                worker.close_slot(slot, memory)
+
+    def come_to(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
+        """Leave the present slot and those in between, and wait for the turn of another one; see `take`."""
+        if slot is self.slot:
+            return
+        self.leave(slot.position)
+        self.slot = slot
+        worker = self.context.pool.workers[slot.worker]
+        coming = functools.partial(self._bring_ahead, worker, saved, lent=lent) if saved else None
+        worker.enter(slot, self.microbatch, self.runner, coming)
+
+    def _bring_ahead(self, worker: Worker, saved: Sequence[HostTensor], *, lent: bool = True) -> None:
+        try:
+            with worker.device.activate():
+                self.activations.bring_ahead(saved, worker.device, worker.room, lent=lent)
+        except Exception:
+            return  # this may be another one's thread; the call brings what is not there, and raises the error
+
+    def leave(self, before: int | None = None) -> None:
+        """Leave the slots in front of position ``before``; all of them if it is None."""
+        for slot in self.round[self._left : before]:
+            self.context.pool.workers[slot.worker].turns.leave(slot, self.microbatch)
+        self._left = max(self._left, len(self.round) if before is None else before)
+
+    def go_on(self, slots: StepSlots) -> None:
+        """Go on without turns, in slots of each call, when all turns have been left."""
+        self.slots, self.round, self.slot, self._left = slots, (), None, 0

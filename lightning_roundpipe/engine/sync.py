@@ -63,34 +63,6 @@ class Signal:
             scope.wait(waiter)
 
 
-class Trail:
-    """How many sections of user code a microbatch has left. The first one of the next round follows it through them.
-
-    Every method is called with the baton held.
-    """
-
-    __slots__ = ("_left", "_waiting")
-
-    def __init__(self) -> None:
-        self._left: float = 0
-        self._waiting: list[tuple[int, Callable[[], None]]] = []
-
-    def leave(self, sections: float) -> None:
-        """Leave as many sections in all; infinity: all."""
-        self._left = max(self._left, sections)
-        due = [callback for section, callback in self._waiting if section < self._left]
-        self._waiting = [waits for waits in self._waiting if waits[0] >= self._left]
-        for callback in due:
-            callback()
-
-    def behind(self, section: int, callback: Callable[[], None]) -> bool:
-        """Have ``callback`` called when it has left ``section``; see `Subscribe`."""
-        if section < self._left:
-            return False
-        self._waiting.append((section, callback))
-        return True
-
-
 class Runner:
     """A thread that takes part: holds the baton, or waits for it.
 
@@ -242,4 +214,4 @@ class GivenUp:
         self._baton.acquire(self._runner)
 
 
-__all__ = ["Baton", "CancelScope", "Cancelled", "GivenUp", "Runner", "Signal", "Subscribe", "Trail"]
+__all__ = ["Baton", "CancelScope", "Cancelled", "GivenUp", "Runner", "Signal", "Subscribe"]

@@ -51,6 +51,113 @@ class SlotMemory:
         """Reached once the gradients of the slot that was closed last are on their way."""
 
 
+class GradientSender(TaskThread):
+    """Sends the gradients of closed calls to the host, and frees the places of closed slots behind them.
+
+    A thread of its own does what has to wait, and all that is behind it.
+
+    Args:
+        device: the worker's device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(f"roundpipe-gradients{device.index}", device.activate)
+        self.device = device
+
+    def send(self, slot: Slot, calls: Iterable[int]) -> None:
+        """Send the gradients of calls, which no microbatch adds to any more, to the host [3]."""
+        for call in calls:
+            gradients = slot.gradients.pop(call)
+            if not any(gradients.present):
+                slot.left[call].set()
+                if slot.readiness is not None:
+                    slot.readiness.gradients_sent(slot, call)
+                continue
+            with self.device.compute.running():  # who closes a slot may be on another device
+                gradients.narrow()
+            end = self.device.compute.record()
+            work = functools.partial(self._send, slot, call, gradients, end)
+            before = any(not other.has_left(call) for other in slot.after)
+            self._in_order(work, waits=before or not gradients.host.has_room)
+
+    def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
+        """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
+        if waits or not self.take_turn():
+            self.submit(work)
+            return
+        try:
+            work()
+        finally:
+            self.end_turn()
+
+    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
+        scope = slot.cancel_scope
+        try:
+            if scope.failed:
+                return
+            stream = self.device.gradients_down
+            stream.wait(end)
+            for other in slot.after:
+                other.left.get(call, other.sent).wait(scope)
+            gradients.host.make_room(scope)
+            start = stream.record(timed=True)
+            gradients.download(stream, self.device.index, slot.left[call].set, scope.fail)
+            left = stream.record(timed=True)
+            where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
+            nbytes = gradients.host.layout.travel_nbytes
+            slot.recorder.add("download_gradients", self.device.index, start, left, -1, nbytes, where)
+            if slot.readiness is not None:
+                slot.readiness.gradients_sent(slot, call)
+        except BaseException as error:
+            scope.fail(error)
+
+    def skip(self, slot: Slot) -> None:
+        """Report that a slot is closed which has had no place."""
+        self._in_order(functools.partial(self._report_closed, slot), waits=False)
+        slot.let_go()
+
+    def free_place(self, slot: Slot, memory: SlotMemory, pending: list[int]) -> None:
+        """Free the place of a slot behind all its gradients [4].
+
+        Weights that no call has asked for may be ``pending``: not published yet, so that their upload is still to come.
+        """
+        memory.last = slot.sent
+        end = self.device.compute.record()
+        self._in_order(functools.partial(self._free_place, slot, memory, end, pending), waits=bool(pending))
+
+    def _free_place(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
+        try:
+            if not slot.cancel_scope.failed:
+                stream, place = self.device.gradients_down, slot.place
+                stream.wait(end)  # what comes to the place next waits for this stream alone
+                assert place is not None
+                for layer in pending:
+                    slot.uploads[layer].wait(slot.cancel_scope)
+                    stream.wait(slot.uploaded[layer])
+                with memory.uploads.lock:
+                    if pending:  # only now: what is uploaded to the place has found all that were there before it
+                        place.weights.last_use = stream.record()
+                        memory.arena.retire(place)
+                    if (region := place.gradients) is not None:
+                        stream.poison(memory.arena.bytes_of(region.start, region.end))
+                        region.last_use = stream.record()
+                memory.uploads.proceed()
+                self._report_closed(slot)
+        except BaseException as error:
+            slot.cancel_scope.fail(error)
+        finally:
+            slot.let_go()
+
+    @staticmethod
+    def _report_closed(slot: Slot) -> None:
+        if slot.readiness is not None:
+            slot.readiness.closed(slot)
+
+    def fence(self) -> Waiter:
+        """Return what is woken when all gradients are on their way."""
+        return self.submit(lambda: None).waiter
+
+
 class Worker:
     """See above.
 
@@ -66,7 +173,7 @@ class Worker:
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
         copies: memory for packed weights that the open slot unpacks once.
-        sender: the thread that sends gradients.
+        sender: sends its gradients.
     """
 
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
@@ -86,7 +193,7 @@ class Worker:
         """The ends of the copies of the last call's inputs to the host."""
         self.carrying: deque[Event] = deque()
         """The ends of the copies of calls' products to the host."""
-        self.sender = TaskThread(f"roundpipe-gradients{device.index}", device.activate)
+        self.sender = GradientSender(device)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -272,67 +379,19 @@ class Worker:
             self.device.compute.wait(event)
         slot.gradients_free = []
 
-    def send(self, slot: Slot, calls: Iterable[int]) -> None:
-        """Send the gradients of calls, which no microbatch adds to any more, to the host [3]."""
-        for call in calls:
-            gradients = slot.gradients.pop(call)
-            if not any(gradients.present):
-                slot.left[call].set()
-                if slot.readiness is not None:
-                    slot.readiness.gradients_sent(slot, call)
-                continue
-            with self.device.compute.running():  # who closes a slot may be on another device
-                gradients.narrow()
-            end = self.device.compute.record()
-            work = functools.partial(self._send, slot, call, gradients, end)
-            before = any(not other.has_left(call) for other in slot.after)
-            self._in_order(work, waits=before or not gradients.host.has_room)
-
-    def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
-        """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
-        if waits or not self.sender.take_turn():
-            self.sender.submit(work)
-            return
-        try:
-            work()
-        finally:
-            self.sender.end_turn()
-
-    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
-        scope = slot.cancel_scope
-        try:
-            if scope.failed:
-                return
-            stream = self.device.gradients_down
-            stream.wait(end)
-            for other in slot.after:
-                other.left.get(call, other.sent).wait(scope)
-            gradients.host.make_room(scope)
-            start = stream.record(timed=True)
-            gradients.download(stream, self.index, slot.left[call].set, scope.fail)
-            left = stream.record(timed=True)
-            where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
-            nbytes = gradients.host.layout.travel_nbytes
-            slot.recorder.add("download_gradients", self.index, start, left, -1, nbytes, where)
-            if slot.readiness is not None:
-                slot.readiness.gradients_sent(slot, call)
-        except BaseException as error:
-            scope.fail(error)
-
     def close_slot(self, slot: Slot, memory: SlotMemory | None = None) -> None:
         """Free a slot's place behind what uses it [4]."""
         memory = memory or self.planned
         compute = self.device.compute
         if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
-            self._in_order(functools.partial(self._report_closed, slot), waits=False)
-            slot.let_go()
+            self.sender.skip(slot)
             return self._prepare_next()
         pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].is_set]
         for layer in slot.layers:
             if layer.index not in pending:
                 compute.wait(slot.uploaded[layer.index])
         self._wait_for_gradients(slot)  # a slot may close without a backward
-        self.send(slot, list(slot.gradients))
+        self.sender.send(slot, list(slot.gradients))
         if slot.unpacks_once and self.copies.buffer is not None:
             for layer in slot.layers:
                 self.replica(slot, layer).copies.open(None)
@@ -343,43 +402,10 @@ class Worker:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
                 place.weights.last_use = compute.record()
                 memory.arena.retire(place)
-        memory.last = slot.sent
-        self._in_order(functools.partial(self._sent, slot, memory, compute.record(), pending), waits=bool(pending))
+        self.sender.free_place(slot, memory, pending)
         memory.uploads.proceed()
         if memory is self.planned:
             self._prepare_next()
-
-    def _sent(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
-        """On the sending thread, behind all of a slot's gradients: free their place.
-
-        Weights that no call has asked for may be ``pending``: not published yet, so that their upload is still to come.
-        """
-        try:
-            if not slot.cancel_scope.failed:
-                stream, place = self.device.gradients_down, slot.place
-                stream.wait(end)  # what comes to the place next waits for this stream alone
-                assert place is not None
-                for layer in pending:
-                    slot.uploads[layer].wait(slot.cancel_scope)
-                    stream.wait(slot.uploaded[layer])
-                with memory.uploads.lock:
-                    if pending:  # only now: what is uploaded to the place has found all that were there before it
-                        place.weights.last_use = stream.record()
-                        memory.arena.retire(place)
-                    if (region := place.gradients) is not None:
-                        stream.poison(memory.arena.bytes_of(region.start, region.end))
-                        region.last_use = stream.record()
-                memory.uploads.proceed()
-                self._report_closed(slot)
-        except BaseException as error:
-            slot.cancel_scope.fail(error)
-        finally:
-            slot.let_go()
-
-    @staticmethod
-    def _report_closed(slot: Slot) -> None:
-        if slot.readiness is not None:
-            slot.readiness.closed(slot)
 
     def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:
         """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
@@ -410,10 +436,6 @@ class Worker:
                 oldest.wait()
             while flying and flying.oldest.done():
                 flying.land()
-
-    def fence(self) -> Waiter:
-        """Return what is woken when all gradients are on their way."""
-        return self.sender.submit(lambda: None).waiter
 
     def wait_until_idle(self) -> None:
         """Wait until nothing computes, and let go of what was computed with."""

@@ -402,16 +402,16 @@ class GradientMemory:
         self._layers, self._device = layers, device
         self._trained: dict[int, tuple[bool, ...]] = {}
         self._see_trained()
-        self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
+        self._buffers: dict[tuple[int, tuple[int, ...], tuple[bool, ...] | None], HostGradBuffers] = {}
         sizes = (sum(master.nbytes for master in layer.masters) for layer in layers)
         self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
 
-    def of(self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None) -> HostGradBuffers:
+    def of(self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None) -> HostGradBuffers:
         """Return what one call needs.
 
         Args:
             layer: the layer.
-            use: how often the layer was called before in the microbatch.
+            use: tells the calls of the layer apart.
             trainable: per master, whether it is trained. Default: as it was at the last `drop`.
         """
         key = (layer.index, use, trainable)

@@ -13,7 +13,7 @@ functions. Some uses are not such calls:
       the loss's own backward, manual optimization, code outside of a step ── to ``.grad``, as usual ── [2]
 
 Such code has read the master. If the step computes with another copy of it, or if it may be written to meanwhile, [1]
-is refused (`Microbatch.take_bypassed_grad`).
+is refused (`WeightGuard.take_bypassed_grad`).
 """
 
 from __future__ import annotations

@@ -125,12 +125,14 @@ class UserCodeMode(TorchFunctionMode):
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):
             self._settle_buffers((args, kwargs))
         if name in ACCESSORS:
-            if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
+            if name == "__get__" and self._is_master(args[0]):
                 if func == DTYPE:  # compared with ==, as each access makes a new getter
                     return self._formats.of(args[0])
                 if func == DATA:
-                    return self._watched(args[0], func(self._read(args[0]), *args[1:]))
-                if func in VIEWS:
+                    if not self._formats.differ(args[0]):
+                        return self._watched(args[0], func(self._read(args[0]), *args[1:]))
+                    self.refuse_write("reads .data of", args[0])  # it may write there and mean the master
+                elif func in VIEWS:
                     return func(self.stand_in(args[0]), *args[1:])
             if func in _SETS_TRAINED and isinstance(args[0], nn.Parameter):
                 about_to_write(args[0], "requires_grad")
@@ -145,8 +147,11 @@ class UserCodeMode(TorchFunctionMode):
                 self._buffers.overwrite(written)
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return self._hooked(func, args, kwargs)
-        if self._replaces and not self._writes(name, args):
-            args, kwargs = self._with_proxies(args, kwargs)
+        if self._replaces:
+            if args and self._sees_copy(args[0]) and IN_PLACE.fullmatch(name):
+                self.refuse_write("writes to", args[0])
+            else:
+                args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
@@ -208,25 +213,9 @@ class UserCodeMode(TorchFunctionMode):
             args, _ = self._with_proxies(args, {})
         return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
 
-    def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
-        """Whether ``.data`` of a master that is seen in another dtype is read, which is refused in training.
-
-        The caller may write there and mean the master.
-        """
-        if func != DATA or not self._formats.differ(master):
-            return False
-        self.refuse_write("reads .data of", master)
-        return True
-
-    def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a master that is seen in another dtype is written to in place, which its copy cannot replace."""
-        target = args[0] if args else None
-        if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ_now(target):
-            return False
-        if not (IN_PLACE.fullmatch(name)):
-            return False
-        self.refuse_write("writes to", target)
-        return True
+    def _sees_copy(self, value: Any) -> bool:
+        """Whether ``value`` is a master that is seen in another dtype: its copy cannot be written to in its place."""
+        return isinstance(value, nn.Parameter) and self._is_master(value) and self._formats.differ_now(value)
 
     def refuse_write(self, does: str, master: nn.Parameter) -> None:
         """Raise an error in training: user code ``does`` something to a master of which it sees a copy."""

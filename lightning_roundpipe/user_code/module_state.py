@@ -100,8 +100,8 @@ def about_to_write(holder: Holder, name: str) -> None:
 
 def about_to_write_in_place(tensor: Tensor) -> bool:
     """Tell the view whose user code runs on this thread that a tensor is about to be written; return if it is held."""
-    view: AttributeView | None = getattr(_thread, "view", None)
-    place = None if view is None else view.state.buffers.get(id(tensor))
+    view = getattr(_thread, "view", None)
+    place = None if view is None else view.holder_of(tensor)
     if view is None or place is None:
         return False
     view.about_to_write(*place, in_place=True)
@@ -249,6 +249,10 @@ class AttributeView:
         """Enter a section of user code on this thread."""
         self.state.show(self)
         _thread.view = self
+
+    def holder_of(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
+        """Return the module and the name under which ``tensor`` is a buffer; None if it is none."""
+        return self.state.buffers.get(id(tensor))
 
     def about_to_write(self, holder: Holder, name: str, *, in_place: bool = False) -> None:
         """Note that the running section writes to an attribute, or in place to the tensor that it holds."""

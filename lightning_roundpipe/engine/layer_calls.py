@@ -1,0 +1,354 @@
+"""The layer calls of one microbatch: their forwards as user code makes them, and their backwards from the tape.
+
+a layer is called ── its arguments are taken apart, and saved ── the turn of its slot ── its forward there ── [1]
+user code goes on ── with the outputs, and what the layer has written ── [2]
+the tape, deepest call first ── the turn of its slot ── recomputation and backward there ── [3]
+gradients go on to the calls and the user code in front ── [4]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.activations import Arriving
+from lightning_roundpipe.engine.arguments import Arguments
+from lightning_roundpipe.engine.caller_modes import without_caller_modes
+from lightning_roundpipe.engine.executor import Executor, LayerCall, Outcome
+from lightning_roundpipe.engine.output_collectors import hand_over
+from lightning_roundpipe.engine.shared_memory import SharedOutputs
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.sync import GivenUp
+from lightning_roundpipe.engine.trace import Trace, TracedCall
+from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
+from lightning_roundpipe.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.planning.crossing import storage_bytes
+from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
+from lightning_roundpipe.user_code.interception import Inside
+
+
+class LayerCalls:
+    """The calls that user code makes.
+
+    Args:
+        sections: its sections.
+        weights: the weights that it may read and write.
+        tape: gets the calls whose backward is still to come, in order.
+
+    Attributes:
+        made: the calls so far.
+        uses: how often each layer has been called, by its number.
+        shared: outputs that share memory.
+    """
+
+    def __init__(self, sections: UserSections, weights: WeightGuard, tape: list[LayerCall]) -> None:
+        self.context, self.spec, self.turns = sections.context, sections.spec, sections.turns
+        self.sections, self.weights, self.tape = sections, weights, tape
+        self.made, self.shared = Trace(), SharedOutputs()
+        self.uses: Counter[int] = Counter()
+
+    def check(self, layer: HostLayer) -> None:
+        """Refuse a call that would not see what user code has done."""
+        assert self.sections.surroundings is not None
+        self.sections.surroundings.refuse(layer.name)
+        self.weights.check(layer)
+        self.shared.assert_unmodified()
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer call on a worker, between two sections of user code."""
+        sections, turns = self.sections, self.turns
+        if layer.sets_attributes and (slot := turns.coming(layer)) is not None:
+            sections.close()
+            turns.come_to(slot)  # within its turn, it finds what the call of the microbatch before has set
+            sections.enter(sections.number)
+        call = self.capture(layer, args, kwargs, self.uses[layer.index])
+        traced = self._find(call)
+        given = call.tensors
+        sections.close()
+        if turns.follows is not None:  # where it leaves layers out that the other one calls
+            turns.wait_for(turns.follows, turns.next)
+        sections.begun.set()
+        outcome = self.forward(call, taped=traced.taped)
+        assert turns.device is not None
+        traced.taped, traced.worker = bool(call.kinds), turns.device.index
+        self.made.calls.append(traced)
+        layer.sets_attributes |= outcome.sets_attributes
+        if layer.mutable_buffers:
+            turns.let_follow()
+        if sections.memory is not None:
+            sections.memory.called(traced, given, outcome.result)
+        sections.enter()
+        result = self.deliver(call, outcome, given)
+        if call.kinds and call.thread_state.grad:
+            self.tape.append(call)
+        elif call.slot is not None:
+            turns.slots.give_up(call.slot)
+        return result
+
+    def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
+        """Take a call's arguments apart, within user code."""
+        context, spec, turns = self.context, self.spec, self.turns
+        contents, state = context.attributes.contents(layer), context.attributes.of(layer)
+        thread_state = context.thread_state()
+        seed = (*spec.seed, spec.first + turns.microbatch, layer.index, use)
+        attributes = context.attributes.containers(layer)
+        if state is not None and state.carried:
+            attributes = {**state.carried, **attributes}
+        arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
+        needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
+        edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
+        return LayerCall(
+            layer, -1, turns.microbatch, seed, state, thread_state, self.weights, arguments, contents, needs, edges,
+            turns.device, layer.trainable(),
+        )  # fmt: skip
+
+    def _find(self, call: LayerCall) -> TracedCall:
+        """Find a call in the trace, and set its index."""
+        layer, turns, trace = call.layer, self.turns, self.turns.slots.trace
+        self.uses[layer.index] += 1
+        traced = TracedCall(layer, call.use, call.is_taped)
+        if self.sections.memory is not None:
+            call.traced = traced
+        found = trace.find(layer, turns.next, taped=traced.taped) if trace is not None else None
+        if found is not None:
+            turns.next = found + 1
+            call.planned = True
+            if not layer.mutable_buffers:  # else behind the call, whose buffers the other one finds
+                turns.let_follow()
+        behind = len(self.made.calls) + (len(trace.calls) if trace is not None else 0)
+        call.index = found if found is not None else behind
+        return traced
+
+    def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
+        """Run a call in its turn [1]. Returns what user code gets."""
+        turns, given = self.turns, call.tensors
+        activations, homes = turns.activations, list(map(turns.home_of, given))
+        slot = turns.of(call, "forward")
+        device, keeps = self.context.pool.workers[slot.worker].device, slot.phase == "fused"
+        coming = {i: activations.save(given[i], home) for i, home in enumerate(homes) if home is not device}
+        if taped and slot.position is None and turns.round and call.place is None:
+            call.slot = turns.for_backward(call, slot.worker)
+        with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
+            worker, bring = executor.worker, activations.on
+            worker.wait_for_copies(turns.runner)
+            carries = taped and slot.position is not None and call.index in self.spec.carry
+            if carries:
+                worker.wait_for_products(turns.runner)
+            if taped and not keeps:
+                call.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(given)]
+                worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
+            inputs = [
+                bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
+                for i, tensor in enumerate(given)
+            ]
+            inside = Inside(call.layer.name)
+            with without_caller_modes():
+                outcome = executor.forward(call, slot, inputs, turns.runner, inside, keep_graph=keeps, carries=carries)
+            if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
+                call.saved = list(map(activations.save, given, homes))
+            if call.place is None:
+                turns.device = device
+        return outcome
+
+    def deliver(self, call: LayerCall, outcome: Outcome, given: Sequence[Tensor]) -> Any:
+        """Return a call's output to user code, with all else that the layer has done [2]."""
+        self.sections.last = f"after layer {call.layer.name!r}"
+        outcome.deliver(call.layer, given)
+        self.shared.add(outcome.shared, call.layer.name)
+        self.turns.activations.drop(self.turns.device)
+        call.arguments.forget_originals()
+        return hand_over(outcome.result)
+
+
+class Tape:
+    """The calls whose backward is still to come.
+
+    Args:
+        made: the calls that user code makes.
+
+    Attributes:
+        calls: those on the tape, in order.
+    """
+
+    def __init__(self, made: LayerCalls) -> None:
+        self.calls, self.context, self.spec = made.tape, made.context, made.spec
+        self.turns, self.sections, self.weights = made.turns, made.sections, made.weights
+
+    def close(self) -> None:
+        """Forget all calls. A gradient that reaches one of them later is an error."""
+        for call in self.calls:
+            call.gradients.close()
+        self.calls.clear()
+
+    def expect_gradients(self) -> None:
+        """Let the calls take gradients: a backward begins."""
+        for call in self.calls:
+            call.gradients.expected = True
+
+    def walk(self) -> None:
+        """Run the backward of every call, deepest first."""
+        while self.calls:
+            call = self.calls.pop()
+            if call.gradients:
+                self.backward(call)
+            elif call.slot is not None:
+                self.turns.slots.give_up(call.slot)
+            call.gradients.close()
+            call.graph = call.slot = None
+
+    def backward(self, call: LayerCall) -> None:
+        """Run the backward of a call that gradients have reached, and hand those of its inputs on."""
+        self._run_hooks(call)
+        gradients, device = self.through(call)
+        self._hand_on(call, gradients, device)
+
+    def _run_hooks(self, call: LayerCall) -> None:
+        """Run the user's hooks on outputs of a call, whose gradients are complete."""
+        gradients, module = call.gradients, call.layer.module
+        if gradients.arrivals > 1 and (module._backward_hooks or module._backward_pre_hooks):
+            raise RoundPipeError(
+                f"layer {call.layer.name!r} has backward hooks, which would be called with parts of its gradient, "
+                "because what it returns goes to several layers. Put them on a module inside it."
+            )
+        home = gradients.home
+        for index, hooks in gradients.hooks.items():
+            if home is None or not hooks or not gradients.parts[index]:
+                continue
+            parts = [self.moved(part.tensor, part.home or home, home) for part in gradients.parts[index]]
+            with self._user_code(home, f"after layer {call.layer.name!r}"):
+                total = functools.reduce(torch.add, parts)
+                for hook in list(hooks.values()):
+                    changed = hook(total)
+                    total = total if changed is None else changed
+            gradients.parts[index] = [Part(total, home, None)]
+
+    def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:
+        """Run a call's backward in its turn [3]. Returns the gradients of its inputs, and the device they are on."""
+        turns, layer, activations = self.turns, call.layer, self.turns.activations
+        slot = turns.of(call, "backward")
+        planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
+        self._refuse_unplaced(call, slot.sums.get(call.index))
+        parts = self._gradients_of(call, device)
+        saved = call.brought if call.graph is None else []
+        sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
+        with turns.take(call, slot, "backward", [*saved, *sent]) as executor:
+            worker, bring = executor.worker, activations.on
+            if saved and call.carried:
+                worker.wait_for_products(turns.runner)
+            inputs = [bring(each, device) for each in saved]
+            arriving = [
+                [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
+                for of_output in parts
+            ]
+            del parts
+            if planned and self.spec.ahead:
+                self._recompute_ahead(call, executor, slot)
+            following = self._following(slot)
+            activations.bring_ahead(following, device, worker.room)
+            gradients = executor.backward(
+                call, slot, inputs, arriving, self.weights.mode.proxies.factor, turns.runner,
+                Inside(layer.name, functools.partial(self.weights.take_bypassed_grad, layer=layer.name)),
+            )  # fmt: skip
+            del inputs, arriving
+            activations.drop(device, following)
+            if planned and turns.microbatch == slot.microbatches[-1] and call.index in slot.gradients:
+                worker.sender.send(slot, [call.index])
+            turns.device = device
+        return gradients, device
+
+    def _refuse_unplaced(self, call: LayerCall, sums: HostGradSums | None) -> None:
+        """Raise if a parameter is trained at the call for whose gradient there is no memory."""
+        placed = sums.layout.trained if sums is not None else [False] * len(call.trained)
+        if call.trained == placed:
+            return
+        for master, trained, place in zip(call.layer.masters, call.trained, placed, strict=True):
+            if trained and not place and master.numel():
+                raise RoundPipeError(
+                    f"training_step switches on requires_grad of parameter {self.context.model.name_of(master)!r}, in "
+                    f"layer {call.layer.name!r}, for which the step has reserved no gradient: it was off before. Set "
+                    "requires_grad between steps, for example in on_train_batch_start."
+                )
+
+    def moved(self, tensor: Tensor, device: Device, to: Device | None) -> Tensor:
+        """Return a tensor on another device, whose compute stream waits for it, or on the host, which does."""
+        turns, pool = self.turns, self.context.pool
+        if to is None:
+            if pool.accelerator is None:
+                return tensor
+            sent = turns.activations.send(tensor, device, None)
+            assert isinstance(sent, HostTensor) and sent.ready is not None
+            with GivenUp(pool.baton, turns.runner):
+                sent.ready.wait()
+            return sent.tensor.clone()
+        moved, event = turns.activations.move(tensor, device, to)
+        if event is not None:
+            pool.workers[to.index].follow(event, turns.runner)
+        return moved
+
+    def _recompute_ahead(self, call: LayerCall, executor: Executor, slot: Slot) -> None:
+        """Recompute all calls of a stage before the first one's gradients are used, which a GPU may still wait for."""
+        for other in (call, *reversed(self.calls)):
+            if other.index not in slot.calls:
+                return
+            if other.graph is None:
+                inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
+                executor.recompute(other, slot, inputs, self.turns.runner, Inside(other.layer.name))
+
+    def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
+        """Take the gradients of a call's outputs. Those that are not on ``device`` begin to go to the host."""
+        home = call.gradients.home or device
+        parts, send = call.gradients.parts, self.turns.activations.send
+        if self.sections.memory is not None:
+            self.sections.memory.before_backward(call, self.calls)
+        call.gradients.close()
+        return [[send(p.tensor, p.home or home, device, p.made) for p in of_output] for of_output in parts]
+
+    def _following(self, slot: Slot) -> list[HostTensor]:
+        """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
+        calls = reversed(self.calls) if self.spec.ahead else self.calls[-1:]
+        mine = itertools.takewhile(lambda call: call.index in slot.calls and slot.phase == "backward", calls)
+        return [saved for call in mine for saved in call.brought]
+
+    def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
+        """Hand the gradients of a call's inputs to the calls in front, and through user code in between [4]."""
+        roots, values = [], []
+        for edge, gradient in zip(call.edges, gradients, strict=True):
+            if gradient is None or edge.hand_over(gradient, device):
+                continue
+            roots.append(edge.edge)
+            values.append(self.moved(gradient, device, edge.home))
+        if not roots:
+            return
+        home, memory = call.home or self.context.pool.devices[0], self.sections.memory
+        with self._user_code(home, f"before layer {call.layer.name!r}"):
+            meter = memory.meter(home) if memory is not None else None
+            run_backward(roots, values, retain_graph=True)
+            if meter is not None and call.traced is not None:
+                peak = storage_bytes(values) + meter.read()
+                call.traced.activation_bytes = max(call.traced.activation_bytes, peak)
+
+    @contextlib.contextmanager
+    def _user_code(self, home: Device, where: str) -> Iterator[None]:
+        """Enter a section of user code on ``home``, within backward."""
+        turns, sections = self.turns, self.sections
+        sections.last = where
+        before, turns.device = turns.device, home
+        with self.spec.thread_state.entered(), sections.noted():
+            sections.enter()
+            try:
+                with self.weights.mode, torch.autograd.set_multithreading_enabled(False):
+                    yield
+            finally:
+                sections.close()
+        turns.device = before
