@@ -209,7 +209,12 @@ def no_threads_left() -> Iterator[None]:
 
 def _threads_that_matter(before: set[threading.Thread]) -> list[threading.Thread]:
     threads = (t for t in threading.enumerate() if t not in before)
-    return [thread for thread in threads if not thread.daemon or _ours(thread)]
+    return [t for t in threads if _ours(t) or not (t.daemon or _ends_at_exit(t))]
+
+
+def _ends_at_exit(thread: threading.Thread) -> bool:
+    """Whether it is one of Python's executors, as torch's compiler has, which end before the interpreter does."""
+    return getattr(getattr(thread, "_target", None), "__module__", "") == "concurrent.futures.thread"
 
 
 def _ours(thread: threading.Thread) -> bool:

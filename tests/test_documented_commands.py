@@ -43,7 +43,6 @@ SUBSTITUTIONS = {
     r"(roundpipe-export) run=\S+ to=\S+": r"\1 run=adapted to=$(mktemp -u -p . XXXXXX)",
     r"/models/": "models/",
     r"/my/texts": "texts",
-    r"faq\.parquet": "faq.jsonl",  # the package that reads the other is optional
     r"hardware=auto( hardware_file=\S+)?": "hardware=auto hardware_file=$(mktemp -u -p . XXXXXX.yaml)",  # a new one
     # Shapes that no test machine trains: their twins, whose weights are in models/.
     r"(experiment=paper_(\w+) .*data=texts.*)": rf"\1 model=tiny_\2 model.vocab_size=512 trainer=cpu {FEW} "
