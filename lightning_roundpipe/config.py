@@ -213,6 +213,7 @@ class Options:
     compile_layers: bool | Mapping[str, Any] | None = False
     reduce_dtype: Any = None
     optimizer_state: str = "fp32"
+    carry_products: bool = False
     machine_timeout: float = 60.0
     shard_optimizer: bool = True
     network_dtype: Any = None
@@ -227,6 +228,11 @@ class Options:
         if not isinstance(self.overlap, bool):
             raise ValueError(
                 f"overlap={self.overlap!r} must be True or False (one microbatch after another, each as a whole)."
+            )
+        if not isinstance(self.carry_products, bool):
+            raise ValueError(
+                f"carry_products={self.carry_products!r} must be True (products of the forward go to the host and back "
+                "where that is faster) or False (backward computes them again)."
             )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(

@@ -141,6 +141,9 @@ class RoundPipeStrategy(SeveralMachines):
             have the same form. A run resumes from any form.
         machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
             one has died or hangs, and within which all must have come to the start.
+        carry_products: whether outputs of matrix products and attention may go to host memory and back, instead of
+            being computed again for backward: the plan does so where links and host memory make it faster. They take up
+            to three quarters of the free host memory, page-locked.
         shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
         network_dtype: dtype in which gradients travel between machines: ``"bfloat16"`` halves the bytes and rounds.
             Default: their own.
@@ -180,6 +183,7 @@ class RoundPipeStrategy(SeveralMachines):
         reduce_dtype: torch.dtype | str | None = None,
         optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32",
         machine_timeout: float = 60,
+        carry_products: bool = False,
         shard_optimizer: bool = True,
         network_dtype: torch.dtype | str | None = None,
         token_tiles: int | Mapping[str, int] | None = None,
@@ -214,6 +218,7 @@ class RoundPipeStrategy(SeveralMachines):
             reduce_dtype=reduce_dtype,
             optimizer_state=optimizer_state,
             machine_timeout=machine_timeout,
+            carry_products=carry_products,
             shard_optimizer=shard_optimizer,
             network_dtype=network_dtype,
             token_tiles=token_tiles,

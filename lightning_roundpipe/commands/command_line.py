@@ -130,6 +130,12 @@ def positive(text: str, name: str) -> float:
     return float(text)
 
 
+def yes_or_no(text: str, name: str) -> bool:
+    """Read ``true`` or ``false``."""
+    chosen: str = one_of("true", "false")(text, name)
+    return chosen == "true"
+
+
 def one_of(*choices: str) -> Reader:
     """Return a reader of one of ``choices``."""
 

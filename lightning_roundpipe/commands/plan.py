@@ -18,6 +18,7 @@ from lightning_roundpipe.commands.command_line import (
     run,
     seconds,
     whole,
+    yes_or_no,
 )
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.commands.machines import AUTO
@@ -99,6 +100,7 @@ def parser() -> Parser:
     add_option(
         group, "optimizer_state", "Adam's moments: fp32, bf16 or int8 (default: fp32)", optimizer_state_of, "NAME"
     )
+    add_option(group, "carry_products", "true: to the host and back (default: false)", yes_or_no, "BOOL")
     add_option(group, "gradient_clip_val", "norm that gradients are clipped to", positive, "N")
     group = made.add_argument_group("plan")
     add_option(group, "plan", "judge this one: 'forward 0-3; ...'", None, "TEXT")

@@ -207,7 +207,7 @@ class Trial:
                 costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
                 judge=self.judge, judged=judged,
             )  # fmt: skip
-            if seconds:
+            if seconds and wish.carry_products:
                 plan = carrying_within(
                     plan, costs, self.workers, self.microbatches, limits, self.judge, staleness=wish.staleness,
                     host=self.rules.host, search_seconds=seconds, judged=judged,

@@ -72,6 +72,7 @@ class Wish:
     model_settings: Settings = ()
     reduce_dtype: str | None = None
     optimizer_state: str = "fp32"
+    carry_products: bool = False
     gradient_clip_val: float | None = None
     like_paper: bool = False
     max_positions: int | None = None

@@ -168,7 +168,7 @@ class Planner:
             try:
                 with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
                     plan = self._cut(costs, len(traces), limit)
-                    if not static:
+                    if options.carry_products and not static:
                         plan = self._carry(plan, costs, len(traces), limit, recorder)
                 if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
                     plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)

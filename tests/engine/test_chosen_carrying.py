@@ -72,7 +72,7 @@ class Module(pl.LightningModule):
 
 
 def fit(bandwidth: float | None) -> dict[str, Any]:
-    strategy = ours(num_microbatches=4, layers=["Slow"], emulation={"bandwidth": bandwidth})
+    strategy = ours(num_microbatches=4, layers=["Slow"], carry_products=True, emulation={"bandwidth": bandwidth})
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

@@ -430,6 +430,13 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "`carry_products` is neither true nor false",
+        "carry_products=… must be",
+        "True (products of the forward go to the host and back",
+        (options(carry_products="yes"), options(carry_products=1)),
+    ),
+    Mistake(
+        SECTION,
         "`shard_optimizer` is neither true nor false",
         "shard_optimizer=… must be",
         "True (on several machines, each has the optimizer's state of some layers) or False",
