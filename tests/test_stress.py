@@ -39,7 +39,8 @@ def plans(draw: st.DrawFn, microbatches: int) -> str:
         return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
 
     rounds, ahead = draw(st.integers(1, microbatches)), draw(st.booleans())
-    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead))
+    carry = tuple(call for call in range(first) if draw(st.booleans()))
+    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead, carry=carry))
 
 
 @st.composite
