@@ -99,8 +99,6 @@ def _report_of(engine: Engine | None, announcements: Announcements | None) -> Re
     return found
 
 
-# The class has many collaborators because they all meet in Lightning's Strategy interface: precision, checkpoints,
-# hooks, devices and steps. It connects them; each decision is in a module of its own.
 class RoundPipeStrategy(SeveralMachines):
     """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
 

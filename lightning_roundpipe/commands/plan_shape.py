@@ -101,9 +101,6 @@ USUAL_TILE = 1024
 class ModelShape:
     """A model on the meta device, with estimates for a machine.
 
-    It has many collaborators because it takes each step of training's setup on shapes alone: configuration, adapters,
-    quantization, layers and their cuts, tiles, and then the estimate.
-
     Args:
         wish: the model, its adapters, and how it is trained. With ``like_paper``, the times are those of the paper's
             library: the loss takes no longer than the output layer's products, the host issues the operations of one

@@ -37,9 +37,6 @@ The boundary tensors of 12 ms on an RTX 4090, for layers of width 2,048.
 class CudaDevice(Device):
     """One worker on a GPU.
 
-    It has many collaborators because `Device` covers all of a worker's hardware: streams, memory, generator and library
-    workspaces. Each is a module of its own; this class holds what they share, the GPU, its clock and the abort switch.
-
     Args:
         index: the worker's number.
         torch_device: the GPU, with its index.

@@ -31,11 +31,7 @@ _NOTHING = nullcontext()
 
 
 class EmulatedDevice(Device):
-    """One of several devices that share this machine's cores and memory.
-
-    It is large because it has to emulate all that `Device` offers. Each part (ledger, links, streams, core semaphore,
-    allocation) is a module of its own; this class connects them and turns `Emulation` into their arguments.
-    """
+    """One of several devices that share this machine's cores and memory."""
 
     def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
         share_heap()

@@ -70,8 +70,6 @@ class WindowResult:
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
 
-    It has many attributes because it makes the parts that outlive a step, and lends them to each.
-
     Args:
         module: the user's LightningModule, with its weights on the CPU.
         devices: one for each worker.

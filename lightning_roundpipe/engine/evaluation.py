@@ -458,8 +458,6 @@ class Flight:
 class Evaluations:
     """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
 
-    It has many collaborators because Lightning's loop, hooks and batches in flight meet here.
-
     Args:
         context: the engine's parts.
         interceptors: of the layers.

@@ -212,8 +212,6 @@ class Outcome:
 class Executor:
     """Runs calls on one worker.
 
-    It has many collaborators because whatever a layer's code may do beside returning tensors is found here.
-
     Args:
         worker: the worker.
         baton: the baton.

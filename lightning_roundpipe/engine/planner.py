@@ -80,8 +80,6 @@ _ALIKE = 0.05
 class Planner:
     """It is where `planning` meets the engine.
 
-    It has many collaborators because costs come from layers, devices and memory.
-
     Args:
         context: the engine's parts.
         hints: tells the user of a search.

@@ -38,8 +38,6 @@ LOOK = 0.25
 class Pool:
     """See above.
 
-    It has many collaborators because it starts, watches and ends whatever runs.
-
     Args:
         devices: one for each worker.
         watchdog_timeout: seconds without progress after which a step fails.

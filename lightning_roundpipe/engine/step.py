@@ -36,8 +36,6 @@ from lightning_roundpipe.user_code.thread_state import apply_context
 class Step:
     """See above.
 
-    It has many collaborators because a step joins plan, slots, microbatches and gradients.
-
     Args:
         context: the parts of the engine that outlive the step.
         seed: numbers that identify the step.

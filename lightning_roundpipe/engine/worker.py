@@ -161,8 +161,6 @@ class GradientSender(TaskThread):
 class Worker:
     """See above.
 
-    It has many collaborators because arenas, uploads, copies of layers and sums belong to one device.
-
     Args:
         device: the device.
         baton: the baton.

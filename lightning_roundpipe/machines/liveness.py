@@ -60,8 +60,6 @@ class MachineError(RoundPipeError):
 class Liveness:
     """Watches the other machines in a run of the trainer, from `begin` to `end`, on threads of its own.
 
-    It has many attributes because its threads and the trainer's leave each other what they have last seen.
-
     Args:
         store: a connection to the job's store that no other thread uses.
         rank: the number of this machine.

@@ -42,9 +42,6 @@ _PORTIONS, _LEAST_PORTION = 16, 2**22
 class HostLayer:
     """One layer: its module, its masters in flat host buffers, and what the engine has learned about its code.
 
-    It has many attributes because every part of the engine that runs, recomputes, updates or checks a layer keeps its
-    per-layer knowledge here: the layer object is what they share across steps and workers.
-
     Args:
         index: position among the layers.
         name: qualified name in the LightningModule.

@@ -273,11 +273,7 @@ class _Carried(NamedTuple):
 
 
 class _SimulatedStage:
-    """Constants of a stage on a worker.
-
-    It has many attributes because the simulation takes a turn thousands of times, and all that does not depend on time
-    is computed once, here.
-    """
+    """Constants of a stage on a worker."""
 
     def __init__(self, stage: Stage, plan: Plan, costs: Costs, rules: Rules) -> None:
         calls = costs.calls[stage.first : stage.last + 1]
@@ -432,11 +428,7 @@ def _fastest(links: Sequence[Links] | None) -> Links | None:
 
 
 class _Pipeline:
-    """The state of a simulation between two turns.
-
-    It has many attributes because each resource that a turn may wait for (workers, links, arenas, interpreter,
-    optimizer, network) has the time until which it is taken, and the rules of a turn read most of them.
-    """
+    """The state of a simulation between two turns."""
 
     def __init__(
         self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules, *, records: bool

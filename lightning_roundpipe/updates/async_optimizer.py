@@ -98,9 +98,6 @@ class _OptimizerStep:
 class AsyncOptimizer:
     """Applies gradients to masters, in the order of the batches.
 
-    The class is large because it holds the whole optimizer step: loss scaling, clipping and stepping, on two threads
-    that must agree on the order of all this.
-
     Args:
         buckets: all buckets of the model, in forward order.
         pool: the memory of gradients, in which downloads wait for updates.

@@ -58,9 +58,6 @@ _NO_VALUES = frozenset(
 class UserCodeMode(TorchFunctionMode):
     """The torch function mode of one microbatch's user code.
 
-    It has many attributes because torch offers one place in which to see an operation: whatever has to act on what user
-    code computes (proxies of weights, counts, copies between host and device, buffers) is called from here.
-
     Args:
         masters: ids of all the user's parameters.
         read: returns the values of a trained master, after waiting for its last update.
