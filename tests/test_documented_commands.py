@@ -65,7 +65,7 @@ SUBSTITUTIONS = {
     r"(roundpipe-plan model=(?!.*(search_seconds|hardware=auto)).*)": r"\1 search_seconds=1",
     r"(model=smollm2 .*)": rf"\1 {FEW} data.sequence_length=64",
     r"(model\.folder=[\w-]+(?!.*max_steps).*)": rf"\1 {FEW} data.sequence_length=64",
-    r"trainer\.max_steps=(20|6)\b": FEW,
+    r"trainer\.max_steps=(100|20|6)\b": FEW,
 }
 """Patterns in commands, and what is put in place of them, one after another."""
 
@@ -190,6 +190,8 @@ def fill(folder: Path, installed: Path) -> None:
     for name in ("cases.json", "FILE.json"):
         shutil.copy(conf / "cases" / "paper.json", folder / name)
     shutil.copy(conf / "hardware" / "cpu.yaml", folder / "my-machine.yaml")
+    (folder / "my" / "experiment").mkdir(parents=True)
+    shutil.copy(conf / "experiment" / "tiny.yaml", folder / "my" / "experiment" / "orders.yaml")
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     adapted = "roundpipe-train experiment=random_tokens lora=all_linear trainer.max_steps=2 hydra.run.dir=adapted"
     run(adapted, installed, folder)

@@ -132,7 +132,7 @@ def test_the_build_is_strict(tmp_path: Path) -> None:
     page.write_text(page.read_text() + "\n[a](nothing.md) [b](data.md#nowhere)\n")
     (tmp_path / "docs" / "lost.md").write_text("# Lost\n")
     home = tmp_path / "lightning_roundpipe" / "tasks" / "__init__.py"
-    home.write_text(home.read_text().replace('["CausalLM"]', '["CausalLM", "lost"]') + "\n\ndef lost() -> None: ...\n")
+    home.write_text(home.read_text().replace('["CausalLM"', '["lost", "CausalLM"') + "\n\ndef lost() -> None: ...\n")
     done = subprocess.run([sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0, done.stderr
     for fault in ("'nothing.md'", "'data.md#nowhere'", "lost.md", "lightning_roundpipe.tasks.lost"):

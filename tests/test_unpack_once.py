@@ -85,7 +85,7 @@ def test_for_all_devices_and_plans(devices: int, plan: str) -> None:
 
 @pytest.mark.slow
 def test_experts(unpackings: Counter[str]) -> None:
-    module = with_experts("gpt_oss")
+    module = with_experts("qwen3_moe")
     per_use = fit(module, PLAN)
     often = unpackings.pop("experts")
     assert_identical(per_use, fit(module, ONCE, emulation={"poison": True}))
