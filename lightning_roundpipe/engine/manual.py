@@ -136,6 +136,7 @@ class _Weights(WeightGuard):
     def __init__(self, sections: UserSections, tape: Sequence[LayerCall], differentiate: Callable[..., None]) -> None:
         self._differentiate = differentiate
         super().__init__(sections, tape)
+        del self._differentiate  # the mode, which is dropped at the step's end, has it, and it knows this
         self._at_call: dict[LayerCall, list[tuple[int, int]]] = {}
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}

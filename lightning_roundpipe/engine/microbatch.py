@@ -167,6 +167,7 @@ class Microbatch(CallingThread):
             self._train(function)
         with working(self):
             self.tape.walk()
+        self.weights.mode.proxies.end()
         if not self.spec.overlaps:  # else the main thread has its generators back
             self.context.randomness.check()
 
@@ -177,7 +178,6 @@ class Microbatch(CallingThread):
 
     def _end(self) -> None:
         self.tape.close()
-        self.weights.mode.proxies.end()
         self.ready.set()
         super()._end()
 
