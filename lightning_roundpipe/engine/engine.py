@@ -40,6 +40,7 @@ from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.model.structure import Structure
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
@@ -105,6 +106,9 @@ class Engine:
         )  # fmt: skip
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
         casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
+        text = options.plan_text
+        may_carry = options.carry_products or (text is not None and bool(Plan.parse(text).carry))
+        carries = may_carry and not compiler.compiled
         rates = rates_of(devices[0]) if options.plan == "static" else None
         attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
         shared = SharedAttributes(module)
@@ -114,7 +118,7 @@ class Engine:
             model=model,
             pool=pool,
             executors=[
-                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts)
+                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts, carries=carries)
                 for worker in pool.workers
             ],
             gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),

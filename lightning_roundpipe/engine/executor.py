@@ -87,7 +87,6 @@ class LayerCall:
         kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
         buffers: the layer's buffers in front of the forward.
-        seconds: that the layer's code took.
         slot: the slot of its backward, if the plan has none.
         planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
@@ -116,7 +115,6 @@ class LayerCall:
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     graph: tuple[list[Tensor], Gradients] | None = None
     buffers: dict[int, BufferValue] | None = None
-    seconds: float = 0.0
     slot: Slot | None = None
     planned: bool = False
     traced: TracedCall | None = None
@@ -220,15 +218,16 @@ class Executor:
         masters: ids of all parameters of the model.
         rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
         casts: whether the first window looks for weights that autocast casts wherever they are used.
+        carries: whether it measures products, which a plan may carry.
     """
 
     def __init__(
         self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler, masters: Container[int],
-        rates: Hardware | None, *, casts: bool,
+        rates: Hardware | None, *, casts: bool, carries: bool,
     ) -> None:  # fmt: skip
         self.worker, self.device, self._masters = worker, worker.device, masters
         self._baton, self._randomness, self._compiler = baton, randomness, compiler
-        self._rates, self._casts = rates, casts
+        self._rates, self._casts, self._carries = rates, casts, carries
         self._buffers: dict[int, tuple[Replica, ReplicaBuffers]] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -360,9 +359,9 @@ class Executor:
         with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, carried:
             result, collected = collecting(forward, *built.args, **built.kwargs)
             output = result, collected or None
-        call.seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         layer.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
-        layer.launched(call.seconds)
+        layer.launched(seconds)
         if draws:
             self._randomness.end(layer.index)
         written = {i for i, p in enumerate(replica.parameters) if p._version != own[i]}
@@ -446,7 +445,7 @@ class Executor:
                 around.enter_context(CastWatcher(call.layer.uses, replica.parameters))
             if self._rates is not None and kind != "recompute":
                 counter = around.enter_context(Counter(self._rates))
-            if kind == "forward" and call.is_taped and not self._compiler.compiled and call.traced is not None:
+            if self._carries and kind == "forward" and call.is_taped and call.traced is not None:
                 record = functools.partial(self.device.compute.record, timed=True)
                 clock = record if counter is None else lambda: counter.work.seconds
                 call.traced.products = around.enter_context(Measuring(self.device, clock))

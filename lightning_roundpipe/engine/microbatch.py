@@ -93,7 +93,11 @@ class CallingThread:
         except BaseException as error:
             self._fail(error, predecessors)
         finally:
-            self._end()
+            try:
+                self._end()
+            finally:  # whatever it raises: the others wait for these
+                self.ended.set()
+                baton.release()
 
     def _run(self, function: Callable[[], Any]) -> None:
         raise NotImplementedError
@@ -105,8 +109,6 @@ class CallingThread:
         self.sections.surroundings = None  # which knows the mode
         self.turns.activations.drop(None)  # enqueues nothing, which a failed device would refuse
         self.sections.let_pass()
-        self.ended.set()
-        self.context.pool.baton.release()
 
     def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Take a gradient that autograd is about to accumulate into ``master``; see `bypassed_gradients`."""

@@ -267,7 +267,7 @@ def test_compiled_layers_are_recomputed_and_that_is_said(caplog: pytest.LogCaptu
 
 
 def test_what_a_call_s_products_take_is_measured_in_the_first_window() -> None:
-    report = train(Products, None).report
+    report = train(Products, None, carry_products=True).report
     assert report is not None
     for call in report["costs"]["calls"][1:4]:
         assert call["product_bytes"] == 2 * WIDTH * (4 + 4 + 1)  # two products and a mask, of two samples
