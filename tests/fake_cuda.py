@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -46,8 +45,6 @@ class FakeEvent:
         self.timed = enable_timing
         self.stream: FakeStream | None = None
         self.at = 0.0
-        self.point: Counter[str] = Counter()
-        """What comes before it, if somebody follows; see `happens_before`."""
 
     def record(self, stream: FakeStream) -> None:
         refuse_if_dead()
@@ -105,11 +102,6 @@ def nothing(*args: object) -> Iterator[None]:
     yield
 
 
-def on_stream(stream: FakeStream) -> AbstractContextManager[None]:
-    """Entered by a thread whose current stream becomes ``stream``; see `happens_before`."""
-    return nullcontext()
-
-
 _current = threading.local()
 
 
@@ -142,8 +134,7 @@ def current_stream(stream: FakeStream | None) -> Iterator[None]:
     try:
         if stream is not None:
             set_device(stream.device)
-        with on_stream(stream) if stream is not None else nullcontext():
-            yield
+        yield
     finally:
         _current.stream = before
         if stream is not None:

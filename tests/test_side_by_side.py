@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import harness
@@ -11,9 +10,6 @@ import pytest
 import torch
 from harness import ours
 from torch import Tensor, nn
-
-from lightning_roundpipe.engine import worker as engine_worker
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 
 WIDTH, MICROBATCHES = 64, 4
 
@@ -67,106 +63,3 @@ def test_a_model_that_fits_each_worker_is_trained_on_all_of_them() -> None:
     harness.assert_identical(one, two)
     assert report["plan"] == "forward none; fused 0-2; backward none; round 1"
     assert [slot["worker"] % 2 for slot in report["slots"]] in ([0, 1, 0, 1], [1, 0, 1, 0])
-
-
-class Slow(nn.Module):
-    """A layer whose backward leaves the rest of the engine time."""
-
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            time.sleep(0.03)
-            return grads[0]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = Slow.Sleep.apply(self.lin(x))
-        return slept
-
-
-class SlowModel(Model):
-    def _layer(self, normed: bool) -> nn.Module:
-        return Slow()
-
-    def __init__(self) -> None:
-        super().__init__(normed=False)
-        self.layers.extend(Slow() for _ in range(3))
-
-
-@pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bfloat16"}], ids=str)
-def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each round, and the optimizer steps the last layers before the last slot is closed."""
-    closed: list[float] = []
-    stepped: list[tuple[int, float]] = []
-    worker = engine_worker.Worker
-    real_close, real_apply = worker.close_slot, AsyncOptimizer._apply
-
-    def close_slot(self: Any, slot: Any, *args: Any) -> None:
-        closed.append(time.perf_counter())
-        real_close(self, slot, *args)
-
-    def apply(self: AsyncOptimizer, step: Any, *args: Any) -> None:
-        stepped.append((step.number, time.perf_counter()))
-        real_apply(self, step, *args)
-
-    monkeypatch.setattr(worker, "close_slot", close_slot)
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
-    strategy = ours(
-        num_microbatches=MICROBATCHES,
-        layers=["Slow"],
-        plan="forward none; fused 0-5; backward none; round 1",
-        **options,
-    )
-    torch.manual_seed(0)
-    batches = [torch.randn(MICROBATCHES, WIDTH) for _ in range(3)]
-    harness.run(strategy, SlowModel(), batches, devices=2, watch=False)
-    report = strategy.report()
-    for slot in report["slots"]:
-        rows = [row for row in report["events"] if row["slot"] == slot["slot"]]
-        last = max(row["end_s"] for row in rows if row["kind"] == "backward")
-        left = {row["call"]: row["start_s"] for row in rows if row["kind"] == "download_gradients"}
-        assert left.keys() == set(range(6))
-        assert left[5] < last and left[4] < last, f"gradients of round {slot['round']} wait for its end"
-    assert min(when for number, when in stepped if number == stepped[-1][0]) < closed[-1]
-
-
-def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the second round leave last, at the end of its slot. Later rounds wait for them."""
-    sender = engine_worker.GradientSender
-    real = sender.send
-
-    def send(self: Any, slot: Any, calls: Any, *args: Any) -> Any:
-        whole = isinstance(calls, list) and len(calls) == len(getattr(slot, "gradients", ()))  # all that are left
-        return [] if slot.round == 1 and not whole else real(self, slot, calls, *args)
-
-    one, _ = trained(1)
-    monkeypatch.setattr(sender, "send", send)
-    several, _ = trained(3, plan="forward none; fused 0-2; backward none; round 1")
-    harness.assert_identical(one, several)
-
-
-def test_weights_come_for_the_first_microbatch_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer publishes them layer by layer, and both slots of a worker wait for all of them."""
-    real = AsyncOptimizer._finish
-
-    def finish(self: AsyncOptimizer, *args: Any) -> None:
-        time.sleep(0.02)
-        real(self, *args)
-
-    one, _ = trained(1)
-    monkeypatch.setattr(AsyncOptimizer, "_finish", finish)
-    several, report = trained(2, plan="forward none; fused 0-2; backward none; round 1")
-    harness.assert_identical(one, several)
-    uploads = [row for row in report["events"] if row["kind"] == "upload_weights"]
-    slots = sorted({row["slot"] for row in uploads})
-    assert len(slots) == MICROBATCHES and len(uploads) == 3 * MICROBATCHES
-    for first, second in zip(slots, slots[2:], strict=False):
-        last = max(row["end_s"] for row in uploads if row["slot"] == first)
-        assert last <= min(row["start_s"] for row in uploads if row["slot"] == second)
