@@ -39,7 +39,7 @@ def trained() -> tuple[RoundPipeMonitor, MemoryLogger, dict[str, Any]]:
 
 
 class Updated(pl.Callback):
-    """Waits at the end of a batch until the steps before it are updated, so that the monitor finds how long that took."""
+    """Waits at the end of a batch for the update of the step before, so that the monitor finds how long that took."""
 
     roundpipe_looks_away = True
 
