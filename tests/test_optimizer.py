@@ -305,7 +305,7 @@ def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch
 
     def apply(updates: AsyncOptimizer, step: Any, *args: Any) -> None:
         if step.number == 3:
-            failing.wait(60)
+            assert failing.wait(patience.PATIENCE_S)
             raise ZeroDivisionError("planted")
         real_apply(updates, step, *args)
 
@@ -317,7 +317,7 @@ def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
     monkeypatch.setattr(AsyncOptimizer, "begin", begin)
-    strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=20)
+    strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=3 * patience.PATIENCE_S)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         run(strategy, Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
     assert "go on from a checkpoint" in "".join(error.value.__notes__)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from engine_rounds import Boom, Engined, Round, run
+from patience import until
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
@@ -41,7 +41,9 @@ def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int) -> No
         ours.engine.settle()
         ours.fuse.place, ours.fuse.left = "optimizer", 2
         ours.window(drawn.windows[0])
-        time.sleep(0.2)
+        updates = ours.engine.updates
+        assert updates is not None
+        until(lambda: not updates.whole, "no update fails")
         with pytest.raises(Boom):
             ours.window(drawn.windows[0])
         ours.restore(state, momentum)
