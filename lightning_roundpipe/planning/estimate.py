@@ -35,7 +35,7 @@ GRADIENT_BYTES = 4
 EXPERT_OPERATIONS = {"GptOssExperts": 36, "Qwen3MoeExperts": 20}
 """Operations of one expert's forward, views included, where experts run in turn, by the class of a layer's experts.
 
-Counted in transformers 4.57.6 by `benchmarks/bench_expert_operations.py`.
+Counted in transformers 4.57.6, in layers of 8 and of 16 experts.
 """
 
 _PLAIN = (bool, int, float, str, type(None))
