@@ -213,7 +213,7 @@ def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: 
         assert submitted.changed() == [True] * index + [False] * (4 - index)
         assert bucket.version == 1, "nobody may read it before its last part"
         if (rounded := submitted.layer.flats[0]._rounded) is not None:
-            sent = rounded.view(torch.bfloat16).view(4, 64)
+            sent = rounded.buffer.view(torch.bfloat16).view(4, 64)
             assert torch.equal(sent, submitted.master.detach().bfloat16().view(4, 64)), "what travels is cast already"
         submitted.bring(index)
     submitted.updates.settle()

@@ -25,7 +25,8 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.memory.dtypes import Formats, widen
-from lightning_roundpipe.memory.flat_params import FlatBuffer, aligned
+from lightning_roundpipe.memory.flat_buffer import FlatBuffer
+from lightning_roundpipe.memory.flat_params import aligned
 from lightning_roundpipe.memory.module_buffers import HostBuffers
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.flat_params import FlatBuffer
+from lightning_roundpipe.memory.flat_buffer import FlatBuffer
 from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.optim.split_masters import SplitTensor
 

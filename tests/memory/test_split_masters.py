@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.memory.flat_params import FlatBuffer
+from lightning_roundpipe.memory.flat_buffer import FlatBuffer
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, 3.4028235e38, -3.4028235e38, 1e-45, -1e-45]
