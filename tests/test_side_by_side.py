@@ -13,7 +13,7 @@ from harness import ours
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import worker as engine_worker
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 WIDTH, MICROBATCHES = 64, 4
 
@@ -106,18 +106,18 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
     closed: list[float] = []
     stepped: list[tuple[int, float]] = []
     worker = engine_worker.Worker
-    real_close, real_apply = worker.close_slot, AsyncOptimizer._apply
+    real_close, real_apply = worker.close_slot, BucketStepper._apply
 
     def close_slot(self: Any, slot: Any, *args: Any) -> None:
         closed.append(time.perf_counter())
         real_close(self, slot, *args)
 
-    def apply(self: AsyncOptimizer, step: Any, *args: Any) -> None:
+    def apply(self: BucketStepper, step: Any, *args: Any) -> None:
         stepped.append((step.number, time.perf_counter()))
         real_apply(self, step, *args)
 
     monkeypatch.setattr(worker, "close_slot", close_slot)
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
     strategy = ours(
         num_microbatches=MICROBATCHES,
         layers=["Slow"],
@@ -154,14 +154,14 @@ def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytes
 
 def test_weights_come_for_the_first_microbatch_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer publishes them layer by layer, and both slots of a worker wait for all of them."""
-    real = AsyncOptimizer._finish
+    real = BucketStepper._finish
 
-    def finish(self: AsyncOptimizer, *args: Any) -> None:
+    def finish(self: BucketStepper, *args: Any) -> None:
         time.sleep(0.02)
         real(self, *args)
 
     one, _ = trained(1)
-    monkeypatch.setattr(AsyncOptimizer, "_finish", finish)
+    monkeypatch.setattr(BucketStepper, "_finish", finish)
     several, report = trained(2, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)
     uploads = [row for row in report["events"] if row["kind"] == "upload_weights"]

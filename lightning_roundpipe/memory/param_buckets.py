@@ -28,7 +28,6 @@ class ParamBucket(Versioned):
 
     Attributes:
         version: the last published version of the weights, which uploads may read.
-        shared: ids of those that several layers have.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class ParamBucket(Versioned):
         super().__init__()
         self.index = index
         self.masters = list(masters)
-        self.shared: set[int] = set()
         self._flats = list(flats)
         self._formats = formats or Formats()
         self.apart = apart

@@ -125,7 +125,7 @@ class Counts(Callback):
         self.sharing = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        flats = [flat for layer in trainer.strategy._engine.model.layers for flat in layer.flats]
+        flats = [flat for layer in trainer.strategy._engine.model.layers for flat in layer.weights.flats]
         self.sharing = sum(flat.shares for flat in flats)
 
 
