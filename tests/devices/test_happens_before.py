@@ -17,7 +17,7 @@ from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.arenas import address_of
-from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates import bucket_stepper
 
 PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
 
@@ -69,7 +69,7 @@ def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkey
     if not options:
         monkeypatch.setattr(grad_buffers, "STREAMED", 1)
         monkeypatch.setattr(grad_buffers, "PART", 64)
-        monkeypatch.setattr(async_optimizer, "PIECE", 0)
+        monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     with races(shared=True) as found:
         stress.train(CASES["overlapping"], **options)
     assert_no_races(found)
