@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.updates import async_optimizer
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates import bucket_stepper
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 LAYERS = ["Linear", "ResidualBlock"]
 BATCHES = zoo.make_batches("mlp", 6)
@@ -208,18 +208,18 @@ class late_updates:
         self.seconds = seconds
 
     def __enter__(self) -> None:
-        self.real, self.piece = AsyncOptimizer._apply, async_optimizer.PIECE
-        async_optimizer.PIECE = 0
+        self.real, self.piece = BucketStepper._apply, bucket_stepper.PIECE
+        bucket_stepper.PIECE = 0
 
-        def apply(updates: AsyncOptimizer, *args: Any) -> None:
+        def apply(updates: BucketStepper, *args: Any) -> None:
             time.sleep(self.seconds)
             self.real(updates, *args)
 
-        AsyncOptimizer._apply = apply  # type: ignore[method-assign]
+        BucketStepper._apply = apply  # type: ignore[method-assign]
 
     def __exit__(self, *_: Any) -> None:
-        AsyncOptimizer._apply = self.real  # type: ignore[method-assign]
-        async_optimizer.PIECE = self.piece
+        BucketStepper._apply = self.real  # type: ignore[method-assign]
+        bucket_stepper.PIECE = self.piece
 
 
 class Norms(pl.Callback):

@@ -22,10 +22,12 @@ from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.engine.user_sections import UserSections
-from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.layer_weights import LayerWeights
 from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 PLAN = harness.per_call(4, 2)
 ONE_STAGE = "forward none; fused 0-3; backward none; round 2"
@@ -48,7 +50,7 @@ class Gate:
     def pass_through(self, batch: int, part: int) -> None:
         if batch == self.batch and self.part in (None, part):
             self.reached.set()
-            self.in_vain |= not self.opened.wait(20)
+            self.in_vain |= not self.opened.wait(PATIENCE_S)
 
     def __deepcopy__(self, memo: Any) -> Gate:
         return self
@@ -119,7 +121,9 @@ class AtTheEnd(pl.Callback):
 def fit(
     module: pl.LightningModule, *callbacks: pl.Callback, staleness: int = 0, plan: str = PLAN, **options: Any
 ) -> harness.Result:
-    strategy = ours(num_microbatches=2, layers=["Layer"], plan=plan, staleness=staleness, watchdog_timeout=60)
+    strategy = ours(
+        num_microbatches=2, layers=["Layer"], plan=plan, staleness=staleness, watchdog_timeout=3 * PATIENCE_S
+    )
     return run(strategy, module, BATCHES, devices=2, callbacks=callbacks, watch=False, **options)
 
 
@@ -142,17 +146,17 @@ def test_layers_are_stepped_while_earlier_ones_still_run_backward(
 ) -> None:
     """A layer is, once the last microbatch's backward has left it."""
     gate, stepped = Gate(2, part), list[int]()
-    real = AsyncOptimizer._apply
+    real = BucketStepper._apply
 
-    def apply(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not gate.opened.is_set():
             stepped.extend(bucket.index for bucket in gathered)
             if {2, 3, 4} <= set(stepped):  # in any order: an optimizer that is late finds several at once
                 gate.opened.set()
 
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
-    monkeypatch.setattr(async_optimizer, "PIECE", 0)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     fit(Gated(gate), plan=plan)
     assert gate.reached.is_set() and not gate.in_vain, stepped
 
@@ -191,8 +195,8 @@ def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch
     gate = Gate(-1)
     plain = run("auto", Reading(gate), BATCHES, watch=False)
     with monkeypatch.context() as patch:
-        real = HostLayer.upload
-        patch.setattr(HostLayer, "upload", lambda *args: (time.sleep(0.002), real(*args))[1])
+        real = LayerWeights.upload
+        patch.setattr(LayerWeights, "upload", lambda *args: (time.sleep(0.002), real(*args))[1])
         result = fit(Reading(gate), staleness=staleness)
     if not staleness:
         harness.assert_tensors_same(plain.state, result.state, rtol=1e-5, atol=1e-6)
@@ -213,9 +217,9 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
 ) -> None:
     """Whether the optimizer waits for the next layer to come, or for its gradients that are coming down then."""
     begun: list[int] = []
-    stepped, real = threading.Event(), AsyncOptimizer._apply
+    stepped, real = threading.Event(), BucketStepper._apply
 
-    def apply(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not fetching:
             stepped.set()
@@ -226,18 +230,23 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
                 assert stepped.wait(PATIENCE_S), "no layer behind it is stepped"
                 raise ZeroDivisionError("planted")
 
-    def gather(updates: AsyncOptimizer, bucket: ParamBucket, step: Any) -> Any:
-        if fetching and updates._applying and step.number == 3:
-            running = updates._cancel_scopes  # the failed one leaves this list soon
+    def gather(updates: BucketStepper, bucket: ParamBucket, step: Any) -> Any:
+        if fetching and updates.applying and step.number == 3:
             stepped.set()
             until(lambda: any(cancel_scope.failed for cancel_scope in running))
             raise StreamAborted("a device was aborted because another thread failed.")
         return real_gather(updates, bucket, step)
 
-    real_gather = AsyncOptimizer._gather
-    monkeypatch.setattr(AsyncOptimizer, "_gather", gather)
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
-    monkeypatch.setattr(async_optimizer, "PIECE", 0)
+    def accompany(updates: AsyncOptimizer, cancel_scope: CancelScope) -> None:
+        running.append(cancel_scope)
+        real_accompany(updates, cancel_scope)
+
+    running: list[CancelScope] = []
+    real_gather, real_accompany = BucketStepper._gather, AsyncOptimizer.accompany
+    monkeypatch.setattr(AsyncOptimizer, "accompany", accompany)
+    monkeypatch.setattr(BucketStepper, "_gather", gather)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         fit(Gated(Failing(2), lambda module, batch: begun.append(batch)), staleness=staleness)
     assert max(begun) in (2, 3)
@@ -250,16 +259,15 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
 
 def test_a_step_that_fails_lets_the_one_before_end() -> None:
     """Its update is a whole one."""
-    gate = Gate(2, 1)
 
     def opens(module: Gated, batch: int) -> None:
         if batch == 3:
-            threading.Timer(0.2, gate.opened.set).start()
+            threading.Timer(0.2, module.gate.opened.set).start()
             raise ZeroDivisionError("planted")
 
     states = []
     for train in (lambda module: run("auto", module, BATCHES, watch=False), fit):
-        module = Gated(Gate(-1) if train is not fit else gate, opens)
+        module = Gated(Gate(2, 1) if train is fit else Gate(-1), opens)
         holder: list[Any] = []
         with pytest.raises(ZeroDivisionError):
             train(_Keeping(module, holder))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
-from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates import bucket_stepper
 
 PART = 256
 """Bytes: 64 numbers in fp32."""
@@ -31,7 +31,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Everything is large, and takes its time. The lengths of all parts that were stepped."""
     monkeypatch.setattr(grad_buffers, "STREAMED", 1)
     monkeypatch.setattr(grad_buffers, "PART", PART)
-    monkeypatch.setattr(async_optimizer, "PIECE", 0)  # what is large is alone
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # what is large is alone
     lengths: list[int] = []
     real = PartialOptimizer.step_part
 

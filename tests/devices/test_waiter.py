@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from patience import PATIENCE_S
 
 from lightning_roundpipe.devices.waiter import Waiter
 
@@ -17,7 +18,7 @@ def wait_twice(waiter: Waiter, seconds: float | None) -> None:
             assert waiter.wait_for(seconds)
 
 
-@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("seconds", [None, PATIENCE_S])
 @pytest.mark.parametrize("wakes", [1, 2, 3])
 def test_wakes_and_waits_in_any_order(wakes: int, seconds: float | None) -> None:
     for _ in range(200):
@@ -27,5 +28,5 @@ def test_wakes_and_waits_in_any_order(wakes: int, seconds: float | None) -> None
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()

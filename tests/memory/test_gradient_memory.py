@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ours, run
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import Emulation
@@ -113,14 +114,14 @@ def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
         real_step(self, *args)
 
     def make_room(self: HostGradSums, scope: CancelScope) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while self._pool.keeps and self._pool.draining is None and time.monotonic() < end:
             time.sleep(0.001)
         real_room(self, scope)
 
     monkeypatch.setattr(PartialOptimizer, "step", step)
     monkeypatch.setattr(HostGradSums, "make_room", make_room)
-    monkeypatch.setattr("lightning_roundpipe.updates.async_optimizer.PIECE", 1)
+    monkeypatch.setattr("lightning_roundpipe.updates.bucket_stepper.PIECE", 1)
 
 
 def test_downloads_wait_for_a_slow_optimizer(monkeypatch: pytest.MonkeyPatch, slow_optimizer: None) -> None:
@@ -172,7 +173,7 @@ def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
     pool.draining = step = _Step()
     thread = waiting(pool)
     pool.give(held, layout, None, lent=False)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     pool.take(layout)
     step.has_ready = False
@@ -189,7 +190,7 @@ def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)
     step: Any = SimpleNamespace(batch=batch, keeps=False, outside=frozenset(), number=1)
-    updates._finish(step, layer.bucket)
-    thread.join(10)
+    updates.stepper._finish(step, layer.bucket)
+    thread.join(PATIENCE_S)
     updates.close()
     assert not thread.is_alive()
