@@ -37,7 +37,7 @@ from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradBuffers, HostGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates import async_optimizer, bucket_stepper
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
 
@@ -100,10 +100,10 @@ class Engine:
             cast: whether weights travel in bf16.
             form: how moments are kept, if weights and their copies share memory.
         """
-        async_optimizer.PIECE, self._updates._form = piece, form or "fp32"
+        bucket_stepper.PIECE, self._updates.optimizer.form = piece, form or "fp32"
         share = form is not None
         for layer in self.layers:
-            layer.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {}, share=share)
+            layer.weights.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {}, share=share)
         readiness = GradReadiness(self._buckets)
         batch = StepGradients(self._sums(), [], 1.0, readiness)
         batch.differentiated(1.0)
@@ -147,11 +147,11 @@ def sides_of(engine: Engine) -> dict[str, Side]:
     plain, fused = (AdamW(engine.masters, weight_decay=0.1, fused=choice) for choice in (None, True))
     fused.state = plain.state
     packed = {form: AdamW(engine.masters, weight_decay=0.1) for form in OPTIMIZER_STATES}
-    as_it_is = async_optimizer.PIECE
+    as_it_is = bucket_stepper.PIECE
 
     def prepare() -> None:
         for layer in engine.layers:
-            layer.round({})
+            layer.weights.round({})
         compute()
 
     def ours(piece: int, *, cast: bool = False, form: str | None = None) -> Side:

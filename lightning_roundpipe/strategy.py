@@ -387,7 +387,7 @@ class RoundPipeStrategy(SeveralMachines):
         stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
         gradients = stepping.keep_gradients() if stepping is not None else {}
         self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
-        strays = [(p, p.data) for layer in engine.model.layers for flat in layer.flats for p in flat.strays()]
+        strays = [(p, p.data) for layer in engine.model.layers for flat in layer.weights.flats for p in flat.strays()]
         self._set_up(module.trainer, again=True)
         for parameter, memory in strays:
             if parameter.dtype is memory.dtype:

@@ -187,9 +187,9 @@ class SaveAfter(pl.Callback):
 def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
     from lightning_roundpipe.precision import RoundPipePrecision
-    from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+    from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
-    real, real_after = AsyncOptimizer._gather, RoundPipePrecision._after_closure
+    real, real_after = BucketStepper._gather, RoundPipePrecision._after_closure
 
     def gather(self: Any, bucket: Any, step: Any) -> Any:
         taken = real(self, bucket, step)
@@ -205,11 +205,11 @@ def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
             result.grads.append(gradients(module))
         real_after(self, *args)
 
-    AsyncOptimizer._gather, RoundPipePrecision._after_closure = gather, after_closure  # type: ignore[method-assign]
+    BucketStepper._gather, RoundPipePrecision._after_closure = gather, after_closure  # type: ignore[method-assign]
     try:
         yield
     finally:
-        AsyncOptimizer._gather, RoundPipePrecision._after_closure = real, real_after  # type: ignore[method-assign]
+        BucketStepper._gather, RoundPipePrecision._after_closure = real, real_after  # type: ignore[method-assign]
 
 
 def ours(**options: Any) -> Any:

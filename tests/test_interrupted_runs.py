@@ -24,7 +24,7 @@ from lightning_roundpipe import train
 from lightning_roundpipe.callbacks import Checkpoints
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.tasks import CausalLM
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 QUICK = ["experiment=random_tokens", "prompt=null", "data.batch_size=2"]  # steps of two microbatches
 
@@ -191,10 +191,10 @@ def test_a_torn_step_is_not_saved(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The optimizer fails after some layers: the last good checkpoint stays, and the strategy writes no other."""
-    apply, calls = AsyncOptimizer._apply, [0]
+    apply, calls = BucketStepper._apply, [0]
     refused = []
 
-    def torn(self: AsyncOptimizer, step: Any, gathered: Any) -> None:
+    def torn(self: BucketStepper, step: Any, gathered: Any) -> None:
         calls[0] += 1
         if step.number == 4 and calls[0] > 1:
             raise RuntimeError("out of something")
@@ -207,8 +207,8 @@ def test_a_torn_step_is_not_saved(
                 trainer.save_checkpoint("mine.ckpt")
             refused.append(trainer.strategy.whole)
 
-    monkeypatch.setattr(AsyncOptimizer, "_apply", torn)
-    monkeypatch.setattr("lightning_roundpipe.updates.async_optimizer.PIECE", 1)  # a layer at a time
+    monkeypatch.setattr(BucketStepper, "_apply", torn)
+    monkeypatch.setattr("lightning_roundpipe.updates.bucket_stepper.PIECE", 1)  # a layer at a time
     monkeypatch.setattr("lightning_roundpipe.callbacks.RunFolder.on_exception", Saves.on_exception)
     with pytest.raises(SystemExit):
         run(monkeypatch, *QUICK, "callbacks.checkpoint.every_n_train_steps=2")

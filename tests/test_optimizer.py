@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 LAYERS = ["Linear", "ResidualBlock"]
 BATCHES = zoo.make_batches("mlp", 6)
@@ -210,18 +211,18 @@ class late_updates:
         self.seconds = seconds
 
     def __enter__(self) -> None:
-        self.real, self.piece = AsyncOptimizer._apply, async_optimizer.PIECE
-        async_optimizer.PIECE = 0
+        self.real, self.piece = BucketStepper._apply, bucket_stepper.PIECE
+        bucket_stepper.PIECE = 0
 
-        def apply(updates: AsyncOptimizer, *args: Any) -> None:
+        def apply(updates: BucketStepper, *args: Any) -> None:
             time.sleep(self.seconds)
             self.real(updates, *args)
 
-        AsyncOptimizer._apply = apply  # type: ignore[method-assign]
+        BucketStepper._apply = apply  # type: ignore[method-assign]
 
     def __exit__(self, *_: Any) -> None:
-        AsyncOptimizer._apply = self.real  # type: ignore[method-assign]
-        async_optimizer.PIECE = self.piece
+        BucketStepper._apply = self.real  # type: ignore[method-assign]
+        bucket_stepper.PIECE = self.piece
 
 
 class Norms(pl.Callback):
@@ -301,9 +302,9 @@ def test_what_is_trained_is_switched_by_the_module(within: bool) -> None:
 
 def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the step is made, after the last look at errors: nobody would publish what the step waits for."""
-    real_begin, real_apply, failing = AsyncOptimizer.begin, AsyncOptimizer._apply, threading.Event()
+    real_begin, real_apply, failing = AsyncOptimizer.begin, BucketStepper._apply, threading.Event()
 
-    def apply(updates: AsyncOptimizer, step: Any, *args: Any) -> None:
+    def apply(updates: BucketStepper, step: Any, *args: Any) -> None:
         if step.number == 3:
             assert failing.wait(patience.PATIENCE_S)
             raise ZeroDivisionError("planted")
@@ -315,7 +316,7 @@ def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch
             failing.set()
             patience.until(lambda: updates._error is not None)
 
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
     monkeypatch.setattr(AsyncOptimizer, "begin", begin)
     strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=3 * patience.PATIENCE_S)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
@@ -376,7 +377,10 @@ def test_other_optimizers_block_and_say_so(said: list[str]) -> None:
     ("staleness", "options"), [(0, {"blocking": True}), (1, {}), (1, {"accumulate_grad_batches": 2})]
 )
 def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host buffer is asked for after the second step."""
+    """How many host buffers a fit asks for does not depend on its steps: at most two for each layer's gradients.
+
+    How many of them are in use at once depends on how far the update of one step lags behind the next one.
+    """
     from lightning_roundpipe.devices.emulated import EmulatedDevice
 
     real, asked = EmulatedDevice.host_buffer, []
@@ -394,6 +398,6 @@ def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch
     marks: list[int] = []
     monkeypatch.setattr(EmulatedDevice, "host_buffer", host_buffer)
     strategy = ours(num_microbatches=2, layers=LAYERS, plan=harness.single(6, 2), staleness=staleness)
-    run(strategy, Trained(OPTIMIZERS["adamw"]), many(10), devices=1, callbacks=[Count()], **options)
+    run(strategy, Trained(OPTIMIZERS["adamw"]), many(40), devices=1, callbacks=[Count()], **options)
     # Boundaries that are saved on the host are counted too, and there are none under this plan.
-    assert marks[-1] - marks[3] == 0, marks
+    assert marks[-1] - marks[0] <= 2 * 6, marks

@@ -24,9 +24,12 @@ from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.engine.user_sections import UserSections
 from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.layer_weights import LayerWeights
 from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 PLAN = harness.per_call(4, 2)
 ONE_STAGE = "forward none; fused 0-3; backward none; round 2"
@@ -145,17 +148,17 @@ def test_layers_are_stepped_while_earlier_ones_still_run_backward(
 ) -> None:
     """A layer is, once the last microbatch's backward has left it."""
     gate, stepped = Gate(2, part), list[int]()
-    real = AsyncOptimizer._apply
+    real = BucketStepper._apply
 
-    def apply(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not gate.opened.is_set():
             stepped.extend(bucket.index for bucket in gathered)
             if {2, 3, 4} <= set(stepped):  # in any order: an optimizer that is late finds several at once
                 gate.opened.set()
 
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
-    monkeypatch.setattr(async_optimizer, "PIECE", 0)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     fit(Gated(gate), plan=plan)
     assert gate.reached.is_set() and not gate.in_vain, stepped
 
@@ -194,8 +197,8 @@ def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch
     gate = Gate(-1)
     plain = run("auto", Reading(gate), BATCHES, watch=False)
     with monkeypatch.context() as patch:
-        real = HostLayer.upload
-        patch.setattr(HostLayer, "upload", lambda *args: (time.sleep(0.002), real(*args))[1])
+        real = LayerWeights.upload
+        patch.setattr(LayerWeights, "upload", lambda *args: (time.sleep(0.002), real(*args))[1])
         result = fit(Reading(gate), staleness=staleness)
     if not staleness:
         harness.assert_tensors_same(plain.state, result.state, rtol=1e-5, atol=1e-6)
@@ -216,9 +219,9 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
 ) -> None:
     """Whether the optimizer waits for the next layer to come, or for its gradients that are coming down then."""
     begun: list[int] = []
-    stepped, real = threading.Event(), AsyncOptimizer._apply
+    stepped, real = threading.Event(), BucketStepper._apply
 
-    def apply(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not fetching:
             stepped.set()
@@ -229,18 +232,23 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
                 assert stepped.wait(PATIENCE_S), "no layer behind it is stepped"
                 raise ZeroDivisionError("planted")
 
-    def gather(updates: AsyncOptimizer, bucket: ParamBucket, step: Any) -> Any:
-        if fetching and updates._applying and step.number == 3:
-            running = updates._cancel_scopes  # the failed one leaves this list soon
+    def gather(updates: BucketStepper, bucket: ParamBucket, step: Any) -> Any:
+        if fetching and updates.applying and step.number == 3:
             stepped.set()
             until(lambda: any(cancel_scope.failed for cancel_scope in running))
             raise StreamAborted("a device was aborted because another thread failed.")
         return real_gather(updates, bucket, step)
 
-    real_gather = AsyncOptimizer._gather
-    monkeypatch.setattr(AsyncOptimizer, "_gather", gather)
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
-    monkeypatch.setattr(async_optimizer, "PIECE", 0)
+    def accompany(updates: AsyncOptimizer, cancel_scope: CancelScope) -> None:
+        running.append(cancel_scope)
+        real_accompany(updates, cancel_scope)
+
+    running: list[CancelScope] = []
+    real_gather, real_accompany = BucketStepper._gather, AsyncOptimizer.accompany
+    monkeypatch.setattr(AsyncOptimizer, "accompany", accompany)
+    monkeypatch.setattr(BucketStepper, "_gather", gather)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         fit(Gated(Failing(2), lambda module, batch: begun.append(batch)), staleness=staleness)
     assert max(begun) in (2, 3)
@@ -304,7 +312,7 @@ class Watched:
         self.broken: list[str] = []
         self.seen = 0
         self._lock = threading.Lock()
-        upload, copy, apply = WeightUploads._upload, HostLayer.upload, AsyncOptimizer._apply
+        upload, copy, apply = WeightUploads._upload, LayerWeights.upload, BucketStepper._apply
 
         def uploading(uploads: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
             masters = layer.bucket.version
@@ -314,15 +322,15 @@ class Watched:
                 self.seen += 1
             upload(uploads, slot, layer, *args)
 
-        def copying(layer: HostLayer, stream: Any, *args: Any) -> None:
+        def copying(weights: LayerWeights, stream: Any, *args: Any) -> None:
             """The optimizer is told of the upload later, and may then write at once."""
-            before = self.content(layer)
-            copy(layer, stream, *args)
+            before = self.content(weights)
+            copy(weights, stream, *args)
             stream.record().wait()
-            if not torch.equal(before, self.content(layer)):
-                self.note(f"[1] layer {layer.index} changed while it was uploaded")
+            if not torch.equal(before, self.content(weights)):
+                self.note("[1] a layer changed while it was uploaded")
 
-        def applying(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
+        def applying(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
             held = {(bucket, key): gradient for bucket, mine in gathered.items() for key, gradient in mine.items()}
             before = {key: gradient.clone() for key, gradient in held.items()}
             time.sleep(0.002)
@@ -337,12 +345,12 @@ class Watched:
             apply(updates, step, gathered)
 
         patch.setattr(WeightUploads, "_upload", uploading)
-        patch.setattr(HostLayer, "upload", copying)
-        patch.setattr(AsyncOptimizer, "_apply", applying)
+        patch.setattr(LayerWeights, "upload", copying)
+        patch.setattr(BucketStepper, "_apply", applying)
 
     @staticmethod
-    def content(layer: HostLayer) -> Tensor:
-        return torch.cat([flat.source for flat in layer.flats]).clone()
+    def content(weights: LayerWeights) -> Tensor:
+        return torch.cat([flat.source for flat in weights.flats]).clone()
 
     def note(self, text: str) -> None:
         with self._lock:
@@ -354,7 +362,7 @@ class Watched:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_ordering_rules(staleness: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    monkeypatch.setattr(async_optimizer, "PIECE", 100)  # some buckets together, some alone
+    monkeypatch.setattr(bucket_stepper, "PIECE", 100)  # some buckets together, some alone
     strategy = ours(
         num_microbatches=4,
         layers=["Layer"],

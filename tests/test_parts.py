@@ -25,7 +25,7 @@ from lightning_roundpipe.memory.grad_buffers import GradientPool, Reduction
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.updates import async_optimizer
+from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
@@ -45,7 +45,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Everything is large, and takes its time. The lengths of all parts that were stepped."""
     monkeypatch.setattr(grad_buffers, "STREAMED", 1)
     monkeypatch.setattr(grad_buffers, "PART", PART)
-    monkeypatch.setattr(async_optimizer, "PIECE", 0)  # what is large is alone
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # what is large is alone
     lengths: list[int] = []
     real = PartialOptimizer.step_part
 
@@ -159,7 +159,7 @@ class Submitted:
         [self.master] = self.layer.masters
         self.buckets = make_buckets([self.layer], [self.master])
         if cast:
-            self.layer.round({0: torch.bfloat16})
+            self.layer.weights.round({0: torch.bfloat16})
         self.updates = AsyncOptimizer(self.buckets, GradientPool(self.device, 2**40), lambda: self._optimizer)
         self._buffers = host_gradients(self.layer, self.device, OWN)
         self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
@@ -213,8 +213,8 @@ def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: 
         assert submitted.parts[index].asked.wait(PATIENCE_S), "the part before is stepped, this one is waited for"
         assert submitted.changed() == [True] * index + [False] * (4 - index)
         assert bucket.version == 1, "nobody may read it before its last part"
-        if (rounded := submitted.layer.flats[0]._rounded) is not None:
-            sent = rounded.view(torch.bfloat16).view(4, 64)
+        if (rounded := submitted.layer.weights.flats[0]._rounded) is not None:
+            sent = rounded.buffer.view(torch.bfloat16).view(4, 64)
             assert torch.equal(sent, submitted.master.detach().bfloat16().view(4, 64)), "what travels is cast already"
         submitted.bring(index)
     submitted.updates.settle()

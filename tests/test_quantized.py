@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.attributes import bits
@@ -251,17 +252,17 @@ def uploads(module: pl.LightningModule, monkeypatch: pytest.MonkeyPatch) -> tupl
     """Bytes of each layer's uploads, and the ids of the states that workers have computed with."""
     sent: dict[str, int] = {}
     states: set[int] = set()
-    real, product = HostLayer.upload, bnb.matmul_4bit
+    real, product = WeightUploads._upload, bnb.matmul_4bit
 
-    def upload(self: HostLayer, *args: Any, **kwargs: Any) -> None:
-        sent[self.name] = self.nbytes
-        real(self, *args, **kwargs)
+    def upload(self: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
+        sent[layer.name] = layer.weights.nbytes
+        real(self, slot, layer, *args)
 
     def matmul(x: Tensor, packed: Tensor, quant_state: Any, **kwargs: Any) -> Tensor:
         states.add(id(quant_state))
         return product(x, packed, quant_state, **kwargs)
 
-    monkeypatch.setattr(HostLayer, "upload", upload)
+    monkeypatch.setattr(WeightUploads, "_upload", upload)
     monkeypatch.setattr(bnb, "matmul_4bit", matmul)
     trained(module, plan=PLAN)
     return sent, states

@@ -41,7 +41,7 @@ class Sent:
             for layer in layers
             for name, p in layer.module.named_parameters()
         }
-        self.names.append({names[id(layer.masters[i])] for layer in layers for i in layer.rounded})
+        self.names.append({names[id(layer.masters[i])] for layer in layers for i in layer.weights.rounded})
         return changed
 
 

@@ -17,7 +17,7 @@ from patience import until
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import worker as engine_worker
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 WIDTH, MICROBATCHES = 64, 4
 
@@ -117,7 +117,7 @@ class Sent:
         self._begun: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self._gates: Counter[int] = Counter()
         real_send, real_close = engine_worker.GradientSender._send, engine_worker.Worker.close_slot
-        real_apply = AsyncOptimizer._apply
+        real_apply = BucketStepper._apply
 
         def send(sender: Any, slot: Any, call: int, *args: Any) -> None:
             real_send(sender, slot, call, *args)
@@ -128,13 +128,13 @@ class Sent:
             self.closed.append(time.perf_counter())
             real_close(worker, slot, *args)
 
-        def apply(updates: AsyncOptimizer, step: Any, *args: Any) -> None:
+        def apply(stepper: BucketStepper, step: Any, *args: Any) -> None:
             self.stepped.append((step.number, time.perf_counter()))
-            real_apply(updates, step, *args)
+            real_apply(stepper, step, *args)
 
         patch.setattr(engine_worker.GradientSender, "_send", send)
         patch.setattr(engine_worker.Worker, "close_slot", close_slot)
-        patch.setattr(AsyncOptimizer, "_apply", apply)
+        patch.setattr(BucketStepper, "_apply", apply)
 
     def gate(self) -> None:
         microbatch = int(threading.current_thread().name.removeprefix("roundpipe-microbatch"))
@@ -190,14 +190,14 @@ def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytes
 
 def test_weights_come_for_the_first_microbatch_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer publishes them layer by layer, and both slots of a worker wait for all of them."""
-    real = AsyncOptimizer._finish
+    real = BucketStepper._finish
 
-    def finish(self: AsyncOptimizer, *args: Any) -> None:
+    def finish(self: BucketStepper, *args: Any) -> None:
         time.sleep(0.02)
         real(self, *args)
 
     one, _ = trained(1)
-    monkeypatch.setattr(AsyncOptimizer, "_finish", finish)
+    monkeypatch.setattr(BucketStepper, "_finish", finish)
     several, report = trained(2, plan="forward none; fused 0-2; backward none; round 1")
     harness.assert_identical(one, several)
     uploads = [row for row in report["events"] if row["kind"] == "upload_weights"]

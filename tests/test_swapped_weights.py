@@ -124,7 +124,7 @@ class Clamped(zoo.PlainClassifier):
         for p in self.parameters():
             p.data = p.data.clamp(-0.2, 0.2)
         layers = self.trainer.strategy._engine.model.layers  # type: ignore[union-attr]
-        self.buffers.append({flat.buffer.data_ptr() for layer in layers for flat in layer.flats})
+        self.buffers.append({flat.buffer.data_ptr() for layer in layers for flat in layer.weights.flats})
 
 
 def test_memory_that_is_not_kept_is_used_again() -> None:

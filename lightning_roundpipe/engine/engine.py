@@ -308,7 +308,7 @@ class Engine:
         elif given is not None and unused:
             given.release()
         self.worker_pool.refuse_broken()
-        surprised = any(layer.rounded - layer.uses.only_cast().keys() for layer in self.model.layers)
+        surprised = any(layer.weights.rounded - layer.seen.uses.only_cast().keys() for layer in self.model.layers)
         if (now := self.model.trainable()) != self._trained or surprised:
             self._trained = now
             self.settle()
@@ -453,7 +453,7 @@ class Engine:
         self._drain()
         if self.updates is not None:
             self.updates.settle(within_batch=self.within_window())
-            self.updates.release_masters()
+            self.updates.optimizer.release_masters()
         self.model.join()
 
     def _sync_weights(self, *, newest: bool) -> None:
@@ -465,9 +465,9 @@ class Engine:
         updates = self.updates
         if updates is not None and self._looked_at:
             updates.settle()
-            updates.release_masters()  # `reattach` counts the tensors that share a master's memory
+            updates.optimizer.release_masters()  # `reattach` counts the tensors that share a master's memory
         for layer in self.model.layers:
-            layer.reattach()
+            layer.weights.reattach()
         self.model.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)
@@ -478,7 +478,7 @@ class Engine:
             updates.publish_all()
         self._looked_at = False
         for layer in self.model.layers:
-            layer.snapshot()
+            layer.check.snapshot()
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ class _Weights(WeightGuard):
         if not self.in_place and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             found: list[Tensor] = []
             collect((args, kwargs), set(), found)
-            self.in_place = any(layer.trainable()) or any(tensor.requires_grad for tensor in found)
+            self.in_place = any(layer.weights.trainable()) or any(tensor.requires_grad for tensor in found)
         return self.in_place
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
@@ -178,7 +178,7 @@ class _Calls(LayerCalls):
 
     def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
         outcome = super().forward(call, taped=taped)
-        if outcome.written and not call.layer.sets_attributes:
+        if outcome.written and not call.layer.seen.sets_attributes:
             self._close()
         return outcome
 
@@ -297,7 +297,7 @@ class Batch(CallingThread):
             if not in_place:
                 if weights.writes:
                     layer.bucket.refresh()
-                    layer.snapshot()
+                    layer.check.snapshot()
                 calls.check(layer)
                 result = calls.call(layer, args, kwargs)
                 if weights.writes and self.turns.device is not None:
@@ -418,7 +418,7 @@ class Flight:
         assert self.known is not None
         workers, calls = self.context.pool.workers, self.known.trace.calls
         rooms = [w.planned.arena.buffer.numel() // BESIDE for w in workers if w.planned.arena.buffer is not None]
-        nbytes = {call.layer.index: call.layer.nbytes for call in calls}
+        nbytes = {call.layer.index: call.layer.weights.nbytes for call in calls}
         plan = plan_forward(
             [call.forward_s for call in calls], [call.layer.index for call in calls], nbytes, len(workers),
             min(rooms, default=None),
@@ -428,7 +428,7 @@ class Flight:
         stages = [Stage(position, "forward", span.first, span.last) for position, span in enumerate(plan.forward)]
         slots = layout.lay_out(stages, batches)
         for slot in slots:  # with fewer stages than workers, rounds would run the same layers side by side
-            changing = [layer for layer in slot.layers if layer.mutable_buffers]
+            changing = [layer for layer in slot.layers if layer.buffers.mutable]
             slot.after = [other for other in before if any(map(other.has, changing))]
         layout.enqueue()
         self._rounds.append(Round(layout, batches, slots))
@@ -676,4 +676,4 @@ class Evaluations:
 
 def _in_order_alone(call: TracedCall) -> bool:
     """Return whether a call must follow all calls of the batches before: each finds what those have left."""
-    return call.layer.sets_attributes or bool(call.use and call.layer.mutable_buffers)
+    return call.layer.seen.sets_attributes or bool(call.use and call.layer.buffers.mutable)

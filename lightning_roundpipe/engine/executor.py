@@ -135,7 +135,7 @@ class LayerCall:
     @property
     def is_taped(self) -> bool:
         """Whether a backward follows, as far as that is known before."""
-        return self.thread_state.grad and (any(self.needs) or any(self.trained) or bool(self.layer.borrows))
+        return self.thread_state.grad and (any(self.needs) or any(self.trained) or bool(self.layer.seen.borrows))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -273,7 +273,8 @@ class Executor:
             if meter is not None and call.traced is not None:
                 call.traced.kept_bytes = meter.read()
         if buffers:
-            buffers.write_back(before, self._randomness.learning or layer.is_new_state(call.state), call.microbatch)
+            learning = self._randomness.learning or layer.seen.is_new_state(call.state)
+            buffers.write_back(before, learning, call.microbatch)
             call.buffers = before
         originals: dict[int, Any] = dict(zip(map(id, aliases), call.tensors, strict=True))
         originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
@@ -318,12 +319,7 @@ class Executor:
     def _copy(self, slot: Slot, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
         replica, known = self.worker.replica(slot, layer), self._buffers.get(layer.index)
         if known is None or known[0] is not replica:
-            known = self._buffers[layer.index] = (
-                replica,
-                ReplicaBuffers(
-                    layer.name, layer.buffers, layer.mutable_buffers, layer.buffer_places, replica, self.device
-                ),
-            )
+            known = self._buffers[layer.index] = (replica, ReplicaBuffers(layer.buffers, replica, self.device))
         return known
 
     def _run(
@@ -360,14 +356,14 @@ class Executor:
             result, collected = collecting(forward, *built.args, **built.kwargs)
             output = result, collected or None
         seconds = time.perf_counter() - began
-        layer.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
-        layer.launched(seconds)
+        layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
+        layer.seen.launched(seconds)
         if draws:
             self._randomness.end(layer.index)
         written = {i for i, p in enumerate(replica.parameters) if p._version != own[i]}
         if isinstance(borrowing, Borrowing):
-            layer.borrows = borrowing.found
-            layer.reads_data |= borrowing.reads_data
+            layer.seen.borrows = borrowing.found
+            layer.seen.reads_data |= borrowing.reads_data
             written |= borrowing.written_by_data()
         if written:
             _refuse_written(layer, replica, written)
@@ -395,7 +391,7 @@ class Executor:
         if grad:
             run.differentiable = [t for t in found if t.requires_grad]
             if self._randomness.learning and reaches_out(run.differentiable, layer.name):
-                layer.reaches_out = True
+                layer.seen.reaches_out = True
         return run, aliases, sink
 
     def _borrowing(self, call: LayerCall, replica: Replica) -> contextlib.AbstractContextManager[Any]:
@@ -404,9 +400,10 @@ class Executor:
         Compiled code has no modes inside.
         """
         layer = call.layer
-        if self._compiler.compiled or (layer.borrows == [] and not layer.reads_data):
+        seen = layer.seen
+        if self._compiler.compiled or (seen.borrows == [] and not seen.reads_data):
             return _NOTHING
-        return Borrowing(self._masters, call.lender, self.device.torch_device, layer.borrows or [], replica.parameters)
+        return Borrowing(self._masters, call.lender, self.device.torch_device, seen.borrows or [], replica.parameters)
 
     @contextlib.contextmanager
     def _computing(
@@ -417,8 +414,8 @@ class Executor:
         While torch compiles, it saves and restores generators that others draw from.
         """
         layer, device, compute = call.layer, self.device, self.device.compute
-        alone = alone or self._compiler.compiled or layer.caches_parametrizations or changes(layer.name)
-        gives_up = not alone and device.backward_needs_interpreter and layer.launch_seconds >= LONG_S
+        alone = alone or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
+        gives_up = not alone and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
         name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or _NOTHING
         with GivenUp(self._baton, runner) if gives_up else _NOTHING, device.acquire_core():
             start = compute.record(timed=True)
@@ -442,7 +439,7 @@ class Executor:
         counter = None
         with contextlib.ExitStack() as around:
             if self._casts:
-                around.enter_context(CastWatcher(call.layer.uses, replica.parameters))
+                around.enter_context(CastWatcher(call.layer.seen.uses, replica.parameters))
             if self._rates is not None and kind != "recompute":
                 counter = around.enter_context(Counter(self._rates))
             if self._carries and kind == "forward" and call.is_taped and call.traced is not None:
@@ -521,13 +518,14 @@ class Executor:
             alone = layer.index in self._randomness.draws
             with self._computing(call, slot, "backward", runner, inside, alone=alone), watched:
                 # Other calls may reach the same stand-in's graph.
-                run_backward(roots, values, retain_graph=bool(layer.reaches_out))
+                run_backward(roots, values, retain_graph=bool(layer.seen.reaches_out))
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
-        lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
+        parts = [part for of_output in gradients for part in of_output if part.event is not None]
+        lent = {address_of(a.tensor) for a in (*inputs, *parts)}  # memory that others get next
         found = [parts[0].tensor if parts else None for parts in sink.parts]
         found = [g.clone() if g is not None and address_of(g) in lent else g for g in found]
         given = [g for g in found if g is not None]
@@ -590,7 +588,7 @@ def _refuse_written(layer: HostLayer, replica: Replica, positions: Collection[in
     """
     for i in positions:
         mine, master = replica.parameters[i], layer.masters[i]
-        if not torch.equal(mine.detach().to(master.device), layer.read(master)):
+        if not torch.equal(mine.detach().to(master.device), layer.weights.read(master)):
             raise RoundPipeError(
                 f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write to "
                 "them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
@@ -606,7 +604,7 @@ def _refuse_registered(layer: HostLayer, replica: Replica) -> None:
         if isinstance(before, Tensor) and isinstance(now, Tensor):
             master = layer.masters[next(i for i, p in enumerate(replica.parameters) if p is before)]
             trains = master.requires_grad or now.requires_grad
-            if not trains and torch.equal(now.detach().to(master.device), layer.read(master)):
+            if not trains and torch.equal(now.detach().to(master.device), layer.weights.read(master)):
                 continue
         what = "parameter" if isinstance(before, Tensor) or isinstance(now, Tensor) else "module"
         raise RoundPipeError(

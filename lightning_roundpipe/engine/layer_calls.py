@@ -68,7 +68,7 @@ class LayerCalls:
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call on a worker, between two sections of user code."""
         sections, turns = self.sections, self.turns
-        if layer.sets_attributes and (slot := turns.coming(layer)) is not None:
+        if layer.seen.sets_attributes and (slot := turns.coming(layer)) is not None:
             sections.close()
             turns.come_to(slot)  # within its turn, it finds what the call of the microbatch before has set
             sections.enter(sections.number)
@@ -83,8 +83,8 @@ class LayerCalls:
         assert turns.device is not None
         traced.taped, traced.worker = bool(call.kinds), turns.device.index
         self.made.calls.append(traced)
-        layer.sets_attributes |= outcome.sets_attributes
-        if layer.mutable_buffers:
+        layer.seen.sets_attributes |= outcome.sets_attributes
+        if layer.buffers.mutable:
             turns.let_follow()
         if sections.memory is not None:
             sections.memory.called(traced, given, outcome.result)
@@ -110,7 +110,7 @@ class LayerCalls:
         edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
         return LayerCall(
             layer, -1, turns.microbatch, seed, state, thread_state, self.weights, arguments, contents, needs, edges,
-            turns.device, layer.trainable(),
+            turns.device, layer.weights.trainable(),
         )  # fmt: skip
 
     def _find(self, call: LayerCall) -> TracedCall:
@@ -124,7 +124,7 @@ class LayerCalls:
         if found is not None:
             turns.next = found + 1
             call.planned = True
-            if not layer.mutable_buffers:  # else behind the call, whose buffers the other one finds
+            if not layer.buffers.mutable:  # else behind the call, whose buffers the other one finds
                 turns.let_follow()
         behind = len(self.made.calls) + (len(trace.calls) if trace is not None else 0)
         call.index = found if found is not None else behind

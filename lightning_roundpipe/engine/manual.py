@@ -141,7 +141,7 @@ class _Weights(WeightGuard):
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
         """Masters whose ``.data`` user code has read since a taped call, with copies of their values."""
-        self._copied = {layer.index: layer.written() for layer in self.context.model.layers}
+        self._copied = {layer.index: layer.weights.written() for layer in self.context.model.layers}
         """Versions and addresses of each layer's masters when its working copies were last made."""
 
     def _make_mode(self) -> _ManualUserCode:
@@ -157,24 +157,24 @@ class _Weights(WeightGuard):
     def check(self, layer: HostLayer) -> None:
         """Let the call's upload read what user code has written to masters, or put in their place."""
         places = [master.data_ptr() for master in layer.masters]
-        layer.reattach()
+        layer.weights.reattach()
         moved = [m for m, place in zip(layer.masters, places, strict=True) if m.data_ptr() != place]
         torch.autograd.graph.increment_version(moved)  # user code has replaced their values, as a write would
-        layer.snapshot()
-        now = layer.written()
+        layer.check.snapshot()
+        now = layer.weights.written()
         unseen = any(id(master) in self.mode.unversioned for master in layer.masters)
-        if layer.copied and (unseen or self._copied[layer.index] != now):
+        if layer.weights.copied and (unseen or self._copied[layer.index] != now):
             layer.bucket.refresh()
             self._copied[layer.index] = now
 
     def taped(self, call: LayerCall) -> None:
         """Note the weights that a call was made with."""
-        self._at_call[call] = call.layer.written()
+        self._at_call[call] = call.layer.weights.written()
 
     def refuse_written(self, call: LayerCall) -> None:
         """Raise if they were written to since."""
         before = self._before.get(call, ())
-        if self._at_call[call] == call.layer.written() and all(torch.equal(m, value) for m, value in before):
+        if self._at_call[call] == call.layer.weights.written() and all(torch.equal(m, value) for m, value in before):
             return
         raise RoundPipeError(
             f"weights of layer {call.layer.name!r} were written to (by an optimizer's step, most likely) between "
@@ -234,7 +234,7 @@ class ManualMicrobatch(Microbatch):
         forward, taped = self.sections.phase == "forward", len(self.tape.calls)
         if forward:
             with torch._C.DisableTorchFunction():
-                self._slots.trained[layer.index, self.calls.uses[layer.index]] = tuple(layer.trainable())
+                self._slots.trained[layer.index, self.calls.uses[layer.index]] = tuple(layer.weights.trainable())
         result = super().call(layer, args, kwargs)
         if forward:
             assert self.turns.device is not None

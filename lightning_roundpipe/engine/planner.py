@@ -128,7 +128,7 @@ class Planner:
         traces, recorder = [microbatch.calls.made for microbatch in step.microbatches], step.spec.recorder
         learned, options, workers = self._context.learned, self._options, len(self._workers)
         layers = self._context.model.layers
-        alike = {layer.name: (type(layer.module), layer.nbytes) for layer in layers}
+        alike = {layer.name: (type(layer.module), layer.weights.nbytes) for layer in layers}
         static = options.plan == "static"
         speeds = [] if static else worker_speeds(recorder, self._devices, alike)
         seconds = recorder.nominal_seconds if static else recorder.call_seconds(speeds)
@@ -292,7 +292,7 @@ class Planner:
     def reserve_for_layers(self) -> None:
         """Make the arenas large enough for a layer and the next one: without a plan, each call has a slot."""
         layers = self._context.model.layers
-        weights = max((layer.nbytes for layer in layers), default=0)
+        weights = max((layer.weights.nbytes for layer in layers), default=0)
         arena = weights + max((GradientLayout(layer).nbytes for layer in layers), default=0)
         limit = worker_bytes(self._options, self._devices)
         if limit is None or 2 * BESIDE * arena <= limit:
@@ -334,10 +334,10 @@ def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing
     Returns:
         Whether the size of a layer has changed. Then the workers have dropped their copies of layers.
     """
-    rounding = {layer: formats for layer in layers if (formats := layer.uses.only_cast())}
+    rounding = {layer: formats for layer in layers if (formats := layer.seen.uses.only_cast())}
     for layer in layers:
         if layer in rounding or layer in sharing:
-            layer.round(rounding.get(layer, {}), share=layer in sharing)
+            layer.weights.round(rounding.get(layer, {}), share=layer in sharing)
     for worker in workers if rounding else ():
         worker.forget()
     return bool(rounding)
@@ -377,7 +377,7 @@ def _torn(plan: Plan, trace: Trace) -> str:
     stages = {call: s for s in plan.stages() if s.phase != "backward" for call in range(s.first, s.last + 1)}
     for layer in {call.layer.index: call.layer for call in trace.calls}.values():
         if len({stages[i].first for i, call in enumerate(trace.calls) if call.layer is layer}) > 1:
-            for module, name in layer.mutable_buffers.values():
+            for module, name in layer.buffers.mutable.values():
                 return f"buffer {name!r} of {type(module).__name__} in {layer.title}"
     return ""
 

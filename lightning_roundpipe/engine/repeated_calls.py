@@ -119,7 +119,7 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     given = call.tensors
     sections.close()
     outcome = calls.forward(call, taped=call.is_taped)
-    layer.sets_attributes |= outcome.sets_attributes
+    layer.seen.sets_attributes |= outcome.sets_attributes
     sections.enter(again + 1)
     return calls.deliver(call, outcome, given)
 

@@ -65,16 +65,14 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
         {"slot": s.index, "worker": s.worker, "round": s.round, "phase": s.phase, "layers": [x.name for x in s.layers]}
         for s in step.slots.all
     ]
-    microbatches, updates, update = (
-        step.spec.loss_weights.count,
-        step.spec.updates,
-        step.spec.version + options.staleness + 1,
-    )
+    microbatches, updates = step.spec.loss_weights.count, step.spec.updates
+    update = step.spec.version + options.staleness + 1
     calls = len(step.microbatches[0].calls.made.calls) if step.microbatches else 0
     text = str(plan) if plan is not None else str(Plan.per_call(calls or 1))
 
     def report() -> Report:
         rows, stalls = recorder.rows(started), recorder.stalls(started)
+        applied = updates.stepper.applied.get(update) if updates is not None else None
         span, stalled = workers * span_of(rows), sum(s["end_s"] - s["start_s"] for s in stalls)
         return Report(
             {
@@ -94,7 +92,7 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
                 "bubble_pct": bubble_percent(rows, workers),
                 "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
                 "step_time_s": took,
-                "optimizer_lag_s": _lag(rows, started, updates.applied.get(update) if updates is not None else None),
+                "optimizer_lag_s": _lag(rows, started, applied),
                 "costs": costs.to_dict() if costs is not None else None,
                 "events": rows,
                 "stalls": stalls,

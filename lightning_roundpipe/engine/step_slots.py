@@ -118,7 +118,7 @@ class StepSlots:
             return slots[self._forward[call]]
         assert self.trace is not None
         slot, layer = slots[self._backward[call]], self.trace.calls[call].layer
-        return slot if call in slot.sums or (slot.has(layer) and not any(layer.trainable())) else None
+        return slot if call in slot.sums or (slot.has(layer) and not any(layer.weights.trainable())) else None
 
     def on_demand(self, phase: Phase, call: LayerCall, worker: int, sums: HostGradSums | None = None) -> Slot:
         """Return a slot for one call, which is not in turn."""

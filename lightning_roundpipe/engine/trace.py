@@ -68,15 +68,15 @@ class TracedCall:
             dtype: in which gradients travel; None: in their own.
             unpack_s: seconds in which packed weights are unpacked, by the bytes that are read and written.
         """
-        layer, copies = self.layer, self.layer.copies_nbytes
+        layer, copies = self.layer, self.layer.seen.copies_nbytes
         gradients = GradientLayout(layer, dtype=dtype) if self.taped else None
-        unpacking_s = unpack_s(copies + layer.nbytes) if copies else 0.0
+        unpacking_s = unpack_s(copies + layer.weights.nbytes) if copies else 0.0
 
         return CallCost(
             layer=layer.name,
             forward_s=self.forward_s,
             backward_s=self.backward_s,
-            weight_bytes=layer.nbytes,
+            weight_bytes=layer.weights.nbytes,
             gradient_bytes=gradients.nbytes if gradients is not None else 0,
             boundary_bytes=self.crossed.input_bytes - sum(size for _, size in self.crossed.shared),
             activation_bytes=max(self.activation_bytes, self.kept_bytes),
@@ -120,7 +120,7 @@ class Trace:
         """
         positions: dict[HostLayer, list[int]] = {}
         for index, call in enumerate(self.calls):
-            if call.layer.mutable_buffers:
+            if call.layer.buffers.mutable:
                 positions.setdefault(call.layer, []).append(index)
         return [(mine[0], mine[-1]) for mine in positions.values() if len(mine) > 1]
 

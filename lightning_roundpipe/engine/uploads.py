@@ -40,7 +40,7 @@ class WeightUploads:
     def prepare(self, slot: Slot) -> bool:
         """Give a slot its place [1]. False if the arena is too small for it."""
         layers = [] if slot.shares else slot.layers
-        sizes = [layer.nbytes for layer in layers]
+        sizes = [layer.weights.nbytes for layer in layers]
         with self.lock:
             if not self.arena.has(sum(sizes)):
                 return False
@@ -83,14 +83,14 @@ class WeightUploads:
             for event in before:
                 stream.wait(event)
             start = stream.record(timed=True)
-            layer.upload(stream, slot.segments[layer.index])
+            layer.weights.upload(stream, slot.segments[layer.index])
             end = stream.record(timed=True)
         except BaseException as error:
             slot.cancel_scope.fail(error)
             return
         slot.uploaded[layer.index] = end
         where = EventSource(slot.index, slot.phase, -1, layer.name)
-        slot.recorder.add("upload_weights", self._device.index, start, end, -1, layer.nbytes, where)
+        slot.recorder.add("upload_weights", self._device.index, start, end, -1, layer.weights.nbytes, where)
         if slot.readiness is not None:
             slot.readiness.uploading(layer.bucket, end)
         slot.uploads[layer.index].set()

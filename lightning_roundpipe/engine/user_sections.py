@@ -213,12 +213,12 @@ class WeightGuard:
         """
         if self.spec.several:
             self._refuse_own_writes()
-            layer.assert_unmodified()
+            layer.check.assert_unmodified()
             return
         self._written += self.mode.written_by_data()
         mine = [master for master in layer.masters if any(master is other for other in self._written)]
-        if not (mine or layer.is_written()):
-            layer.assert_unmodified()
+        if not (mine or layer.check.is_written()):
+            layer.check.assert_unmodified()
             return
         self._refuse_taped(layer)
         model = self.context.model
@@ -228,12 +228,12 @@ class WeightGuard:
             or any(id(p) in model.formats.hidden for p in mine)
         ):
             torch.autograd.graph.increment_version(mine)
-            layer.assert_unmodified()
+            layer.check.assert_unmodified()
         if (updates := self.spec.updates) is not None:
             self.sections.run_unlocked(updates.settle)
-        layer.reattach()
+        layer.weights.reattach()
         layer.bucket.refresh()
-        layer.snapshot()
+        layer.check.snapshot()
         self.sections.turns.outside.add(layer.index)
         self._written = [master for master in self._written if not any(master is other for other in mine)]
 
@@ -244,7 +244,7 @@ class WeightGuard:
             return
         self._written += self.mode.written_by_data()
         for layer in {call.layer.index: call.layer for call in self.tape}.values():
-            if layer.is_written() or any(master is other for master in layer.masters for other in self._written):
+            if layer.check.is_written() or any(master is other for master in layer.masters for other in self._written):
                 self._refuse_taped(layer)
 
     def _refuse_own_writes(self) -> None:

@@ -214,14 +214,15 @@ class Worker:
 
         A call outside of the plan may have bound it to weights of its own meanwhile.
         """
+        weights = layer.weights
         if (known := self._replicas.get(layer.index)) is None:
             with torch.inference_mode(False):
                 known = self._replicas[layer.index] = Replica(
-                    layer.module, self.device.torch_device, layer.state, layer.rounded, layer.copies_wanted
+                    layer.module, self.device.torch_device, layer.state, weights.rounded, layer.seen.copies_wanted
                 )
         if self._bound.get(layer.index) is not (segment := slot.segments[layer.index]):
             with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
-                known.bind(layer.views(segment), layer.trainable(), functools.partial(self._whole, slot, layer))
+                known.bind(weights.views(segment), weights.trainable(), functools.partial(self._whole, slot, layer))
             self._bound[layer.index] = segment
         return known
 
@@ -276,7 +277,7 @@ class Worker:
         if present is not None and all(map(present.has, slot.layers)):
             self._share(slot, present, runner)
         if slot.place is None:
-            weights = 0 if slot.shares else sum(layer.nbytes for layer in slot.layers)
+            weights = 0 if slot.shares else sum(layer.weights.nbytes for layer in slot.layers)
             needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
                 self._unbind()
@@ -288,7 +289,7 @@ class Worker:
         if slot.unpacks_once and self.copies.buffer is not None:
             left, sizes = self.copies.buffer.numel(), []
             for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
-                sizes.append(min(left, layer.copies_nbytes))
+                sizes.append(min(left, layer.seen.copies_nbytes))
                 left -= sizes[-1]
             for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
                 self.replica(slot, layer).copies.open(room)
@@ -407,7 +408,7 @@ class Worker:
 
     def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:
         """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
-        layer.uses.otherwise([position])
+        layer.seen.uses.otherwise([position])
         master = layer.masters[position]
         if layer.bucket.apart and master.requires_grad:
             name = next(name for name, parameter in layer.module.named_parameters() if parameter is master)
@@ -416,7 +417,7 @@ class Worker:
                 "it each time, so that it is sent cast; and with staleness=1 it may have changed since. Set "
                 "staleness=0, or let the first batch use it so, too."
             )
-        return layer.read(master).detach().to(self.device.torch_device, copy=True)
+        return layer.weights.read(master).detach().to(self.device.torch_device, copy=True)
 
     # -- what is in flight --------------------------------------------------------------------------------------------
 
@@ -447,13 +448,17 @@ class Worker:
         self._replicas.clear()
         self._in_flight = InFlight()
 
+    def stop_uploads(self) -> None:
+        """After a failure, drop the uploads to come. None is enqueued any more, by the optimizer's thread either."""
+        for memory in (self.planned, self.spare):
+            memory.uploads.forget()
+
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""
         self.turns.clear()
         self.room.taken, self.copying = 0, []
         self.carrying.clear()
         for memory in (self.planned, self.spare):
-            memory.uploads.forget()
             memory.arena.abandon()
             memory.last = None
         self.forget()

@@ -36,7 +36,7 @@ class HostModel:
         self.module, self.formats = module, formats
         mapped = mapped_weights(module.parameters(), device, formats)
         self.layers = host_layers(layers, device, formats, apart=apart, mapped=mapped)
-        self.buffers = self.layers[0].buffers if self.layers else HostBuffers()
+        self.buffers = self.layers[0].buffers.host if self.layers else HostBuffers()
         self.buckets = make_buckets(self.layers, module.parameters(), formats, apart=apart)
         self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
         self.masters = [p for bucket in self.buckets for p in bucket.masters]

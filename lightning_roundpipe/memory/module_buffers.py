@@ -114,12 +114,6 @@ class HostBuffers:
         self._compared.add(place)
         return not _alike(buffer, known.host)
 
-    def find(self, places: list[tuple[int, str]], found: Iterable[tuple[int, str]]) -> None:
-        """Add to the ``places`` of a layer's buffers those ``found`` that are new."""
-        with self._lock:
-            known = set(places)
-            places += [place for place in dict.fromkeys(found) if place not in known]
-
     def put(
         self, module: nn.Module, name: str, before: BufferValue, host: BufferOrAbsent, ready: Event, microbatch: int
     ) -> BufferValue:
@@ -214,30 +208,43 @@ _NEVER_LOADED = _Loaded(BufferValue(ABSENT, None, (ABSENT, 0)), ABSENT, 0)
 """Of a buffer that a replica was not loaded with yet: neither the replica nor the layer's module had it."""
 
 
-class ReplicaBuffers:
-    """The buffers of one layer's replica on one worker.
+class LayerBuffers:
+    """The buffers of one layer, which its replicas share.
 
     Args:
         layer: name of the layer.
         host: values that the calls of all layers have left.
-        mutable: module and name of the buffers that the forward changes, by position. Updated.
-        places: index of the module and name of each buffer, by position; the layer's replicas share it. Updated.
+
+    Attributes:
+        mutable: module and name of the buffers that the forward was seen to change, by position.
+        places: index of the module and name of each buffer, by position.
+    """
+
+    def __init__(self, layer: str, host: HostBuffers) -> None:
+        self.layer, self.host = layer, host
+        self.mutable: dict[int, tuple[nn.Module, str]] = {}
+        self.places: list[tuple[int, str]] = []
+        self._lock = threading.Lock()
+
+    def find(self, found: Iterable[tuple[int, str]]) -> None:
+        """Add those ``found`` that are new."""
+        with self._lock:
+            known = set(self.places)
+            self.places += [place for place in dict.fromkeys(found) if place not in known]
+
+
+class ReplicaBuffers:
+    """The buffers of one layer's replica on one worker.
+
+    Args:
+        buffers: those of the layer. Updated.
         replica: the replica.
         device: the worker's device.
     """
 
-    def __init__(
-        self,
-        layer: str,
-        host: HostBuffers,
-        mutable: dict[int, tuple[nn.Module, str]],
-        places: list[tuple[int, str]],
-        replica: Replica,
-        device: Device,
-    ) -> None:
-        self._layer, self._host, self._mutable, self._places = layer, host, mutable, places
-        self._replica = replica
-        self._device = device
+    def __init__(self, buffers: LayerBuffers, replica: Replica, device: Device) -> None:
+        self._of = buffers
+        self._host, self._replica, self._device = buffers.host, replica, device
         sides = (replica.originals, replica.modules)
         self._registered = [(i, m._buffers) for modules in sides for i, m in enumerate(modules)]
         self._dicts = [held for _, held in self._registered]
@@ -249,14 +256,14 @@ class ReplicaBuffers:
 
     def __bool__(self) -> bool:
         """Whether the layer has buffers, or its copy has."""
-        return bool(self._places) or any(self._dicts)
+        return bool(self._of.places) or any(self._dicts)
 
     def _buffers(self) -> Iterator[tuple[int, nn.Module, nn.Module, str]]:
         """Yield position, module, its copy and name of all buffers that either has, or had."""
         if (names := list(chain.from_iterable(self._dicts))) != self._names:
-            self._host.find(self._places, ((index, name) for index, held in self._registered for name in held))
+            self._of.find(((index, name) for index, held in self._registered for name in held))
             self._names = names
-        for position, (index, name) in enumerate(self._places):
+        for position, (index, name) in enumerate(self._of.places):
             yield position, self._replica.originals[index], self._replica.modules[index], name
 
     def load(self, saved: dict[int, BufferValue] | None = None) -> None:
@@ -304,7 +311,7 @@ class ReplicaBuffers:
             elif isinstance(now, Tensor) and thorough:
                 if not _alike(now.cpu(), loaded.made.host):  # ``cpu`` comes after `load` on the compute stream
                     found.append(index)
-            elif isinstance(now, Tensor) and index in self._mutable:
+            elif isinstance(now, Tensor) and index in self._of.mutable:
                 found.append(index)
         return found
 
@@ -326,7 +333,7 @@ class ReplicaBuffers:
         for index, original, _, name in self._buffers():
             if before.get(index, (id(ABSENT), 0)) != now[index]:
                 raise RoundPipeError(
-                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer!r} was written to in "
+                    f"buffer {name!r} of {type(original).__name__} in layer {self._of.layer!r} was written to in "
                     "backward, by a hook or an autograd.Function, on a worker's copy, where it would be lost. Write to "
                     "it in the layer's forward, or between steps in a hook of the LightningModule."
                 )
@@ -338,13 +345,13 @@ class ReplicaBuffers:
             original, copy, name = self._place(index)
             loaded = self._loaded.get(index, _NEVER_LOADED)
             registered = loaded is not None and loaded.here is ABSENT
-            if saved is not None and not (thorough or registered or index in self._mutable):
+            if saved is not None and not (thorough or registered or index in self._of.mutable):
                 raise RoundPipeError(
-                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer!r} changed during a "
+                    f"buffer {name!r} of {type(original).__name__} in layer {self._of.layer!r} changed during a "
                     "forward pass, which it did not do in the first batch, so its recomputation cannot be exact."
                 )
             if not registered:  # once there, it may never change again
-                self._mutable[index] = (original, name)
+                self._of.mutable[index] = (original, name)
             here = _buffer_of(copy, name)
             found.append((index, here, self._downloaded(here) if isinstance(here, Tensor) else here))
         if not found:
@@ -358,7 +365,7 @@ class ReplicaBuffers:
             self._loaded[index] = _Loaded(made, here, _version(here))
 
     def _place(self, position: int) -> tuple[nn.Module, nn.Module, str]:
-        index, name = self._places[position]
+        index, name = self._of.places[position]
         return self._replica.originals[index], self._replica.modules[index], name
 
     def _downloaded(self, here: Tensor) -> Tensor:
@@ -372,7 +379,7 @@ class ReplicaBuffers:
 
     def discard(self) -> None:
         """Reload, at the next `load`, what a recomputation changed."""
-        for index in {*self.changed(thorough=False), *self._mutable}:
+        for index in {*self.changed(thorough=False), *self._of.mutable}:
             self._loaded[index] = None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.flat_params import FlatBuffer
+from lightning_roundpipe.memory.flat_buffer import FlatBuffer
 from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
@@ -28,7 +28,6 @@ class ParamBucket(Versioned):
 
     Attributes:
         version: the last published version of the weights, which uploads may read.
-        shared: ids of those that several layers have.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class ParamBucket(Versioned):
         super().__init__()
         self.index = index
         self.masters = list(masters)
-        self.shared: set[int] = set()
         self._flats = list(flats)
         self._formats = formats or Formats()
         self.apart = apart

@@ -163,9 +163,9 @@ def count(number: int) -> str:
 
 def host_bytes(engine: Engine, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
     """Return the host memory that stays in use between steps: weights, their copies, gradients and optimizer state."""
-    in_files = {id(p) for layer in engine.model.layers for flat in layer.flats if flat.in_place for p in flat.masters}
+    flats = [flat for layer in engine.model.layers for flat in layer.weights.flats]
+    in_files = {id(p) for flat in flats if flat.in_place for p in flat.masters}
     weights = sum(p.nbytes for p in parameters if id(p) not in in_files)
-    flats = [flat for layer in engine.model.layers for flat in layer.flats]
     copies = sum(flat.nbytes for flat in flats if flat.copied and not flat.shares)
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
     return weights + copies + gradients + sum(map(_state_bytes, optimizers))

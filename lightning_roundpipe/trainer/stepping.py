@@ -188,7 +188,7 @@ class Stepping:
                 if owner is not None and owner != self._engine.machine:
                     del optimizer.state[parameter]
                 elif mapped and updates is not None and id(parameter) in self._engine.model.bucket_of:
-                    updates.mapped.add(id(parameter))
+                    updates.optimizer.mapped.add(id(parameter))
                 elif mapped:
                     copy_state(optimizer.state[parameter])
 

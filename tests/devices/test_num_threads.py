@@ -14,7 +14,7 @@ import zoo
 from harness import ours, run
 
 from lightning_roundpipe.devices import intraop_threads
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 BITS = """
 import hashlib, sys
@@ -107,13 +107,13 @@ def test_the_optimizer_leaves_a_core_to_each_gpu(
     monkeypatch.setattr(intraop_threads, "cores", lambda: 5)
     torch.set_num_threads(4)
     SIZES.clear()
-    real = AsyncOptimizer._apply
+    real = BucketStepper._apply
 
-    def apply(self: AsyncOptimizer, *args: Any) -> None:
+    def apply(self: BucketStepper, *args: Any) -> None:
         SIZES.setdefault(threading.current_thread().name, set()).add(torch.get_num_threads())
         real(self, *args)
 
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
     run(ours(num_microbatches=2), Sized(zoo.MLP()), zoo.make_batches("mlp"), devices=workers, watch=False)
     assert SIZES.items() == {"user code": {4}, "roundpipe-optimizer": {3}}.items()
     assert torch.get_num_threads() == 4

@@ -15,8 +15,8 @@ from ordering import Ordering
 from stress import CALLS, Case
 from without import take_out
 
-from lightning_roundpipe.updates import async_optimizer
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates import bucket_stepper
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6, 6), drops=False)
 """Two rounds, a cut at every call: gradients travel up and down, and inputs between the workers."""
@@ -52,14 +52,14 @@ WAITS = [
 @pytest.fixture(autouse=True)
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are late, bucket by bucket."""
-    real = AsyncOptimizer._apply
+    real = BucketStepper._apply
 
     def apply(*args: object) -> None:
         time.sleep(0.02)
         real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(async_optimizer, "PIECE", 0)
-    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)
+    monkeypatch.setattr(BucketStepper, "_apply", apply)
 
 
 def noticed(case: Case, where: str = "", line: str = "") -> list[str]:

@@ -121,7 +121,7 @@ def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PartialOptimizer, "step", step)
     monkeypatch.setattr(HostGradSums, "make_room", make_room)
-    monkeypatch.setattr("lightning_roundpipe.updates.async_optimizer.PIECE", 1)
+    monkeypatch.setattr("lightning_roundpipe.updates.bucket_stepper.PIECE", 1)
 
 
 def test_downloads_wait_for_a_slow_optimizer(monkeypatch: pytest.MonkeyPatch, slow_optimizer: None) -> None:
@@ -190,7 +190,7 @@ def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)
     step: Any = SimpleNamespace(batch=batch, keeps=False, outside=frozenset(), number=1)
-    updates._finish(step, layer.bucket)
+    updates.stepper._finish(step, layer.bucket)
     thread.join(PATIENCE_S)
     updates.close()
     assert not thread.is_alive()

@@ -44,10 +44,10 @@ def layer_of(module: nn.Module, device: Device, formats: Formats | None = None) 
 
 
 def uploaded(layer: HostLayer, device: Device) -> dict[str, torch.Tensor]:
-    segment = torch.zeros(layer.nbytes, dtype=torch.uint8)
-    layer.upload(device.weights_up, segment)
+    segment = torch.zeros(layer.weights.nbytes, dtype=torch.uint8)
+    layer.weights.upload(device.weights_up, segment)
     device.weights_up.synchronize()
-    return dict(zip((n for n, _ in layer.module.named_parameters()), layer.views(segment), strict=True))
+    return dict(zip((n for n, _ in layer.module.named_parameters()), layer.weights.views(segment), strict=True))
 
 
 def test_uploads_read_the_file(device: Device, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_uploads_read_the_file(device: Device, tmp_path: Path) -> None:
         assert torch.equal(view, before[name][1]) and torch.equal(parameter, before[name][1])
         assert (parameter.data_ptr() == before[name][0]) is (name in FROZEN)
         assert parameter.untyped_storage().nbytes() == parameter.nbytes, "saving it would save its file"
-        assert torch.equal(layer.read(parameter), parameter)
+        assert torch.equal(layer.weights.read(parameter), parameter)
 
 
 def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Pat
     assert module[0].weight.dtype is torch.float32
     with torch.no_grad():
         module[0].weight.add_(1.0)
-    for flat in layer.flats:
+    for flat in layer.weights.flats:
         flat.refresh()
     changed = before | {"0.weight": before["0.weight"] + 1.0}
     for name, view in uploaded(layer, device).items():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.memory.flat_params import FlatBuffer
+from lightning_roundpipe.memory.flat_buffer import FlatBuffer
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, 3.4028235e38, -3.4028235e38, 1e-45, -1e-45]
@@ -125,7 +125,7 @@ class Counts(Callback):
         self.sharing = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        flats = [flat for layer in trainer.strategy._engine.model.layers for flat in layer.flats]
+        flats = [flat for layer in trainer.strategy._engine.model.layers for flat in layer.weights.flats]
         self.sharing = sum(flat.shares for flat in flats)
 
 

@@ -1,0 +1,339 @@
+"""The optimizer thread's work: from the gradients of a batch, as they become complete, to published weights.
+
+    bucket by bucket as they become ready, of several the first in forward order:
+        take the gradients from host memory ── add what earlier batches have accumulated ── [1]
+        with clipping by norm or loss scaling: wait for all buckets, as all norms, or whether all gradients are finite,
+        must be known before any bucket is stepped; then step all or none, in forward order ── [2]
+        step ── give the gradients' memory back ── publish the version ── [3]
+        a large bucket, without clipping by norm or loss scaling: part by part, each as soon as it has arrived ── [4]
+
+With staleness 1 a step computes with working copies of the masters. An update is published once the next step has made
+its last upload of the bucket. That is long before that step's gradients of the bucket are ready; published only then,
+the update would make the step behind wait for its end.
+
+With several machines, `GradientExchange` sums the gradients behind [1]: the thread takes buckets in the same order on
+each machine, and steps one when its sum has arrived, while the next ones are computed and on their way.
+
+No deadlock: the thread waits only for the backward of a batch, which needs only updates submitted before that batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.grad_buffers import GradientPool
+from lightning_roundpipe.memory.loss_scale import Scales
+from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
+from lightning_roundpipe.optim.scaling import unscale
+from lightning_roundpipe.updates.gradient_exchange import GradientExchange
+from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.updates.window_gradients import WindowGradients
+
+PIECE = 16_000_000
+"""Parameters to step in one call at most, if several buckets are ready. A call costs 0.1 ms of Python with Adam, and
+0.5 ms with other optimizers. A full piece takes about 10 ms, and the next forward of all its layers waits for that."""
+_REMEMBERED = 4
+"""Number of updates whose end is remembered: a report, read while steps overlap, is about an earlier step."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One optimizer step.
+
+    Attributes:
+        number: the version of the weights that it makes.
+        batch: the gradients of its last batch; None if that gave none.
+        hyperparameters: a snapshot of when the step was submitted.
+        clip: how to clip gradients; None leaves them.
+        partial_optimizer: steps some of the optimizer's parameters.
+        scale: the loss scale, which the gradients of all its batches were multiplied by.
+        outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
+        keeps: whether its gradients stay until the next batch, see `AsyncOptimizer`.
+    """
+
+    number: int
+    batch: StepGradients | None
+    hyperparameters: Hyperparameters
+    clip: Clip | None
+    partial_optimizer: PartialOptimizer
+    scale: float
+    outside: AbstractSet[int]
+    keeps: bool
+
+    def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return the ``gradients`` of the optimizer's parameters, in its order: only they are clipped."""
+        return {key: gradients[key] for key in self.hyperparameters.group_of if key in gradients}
+
+
+class BucketStepper:
+    """Steps and publishes buckets. All methods run on the optimizer's thread.
+
+    Args:
+        buckets: all buckets of the model, in forward order.
+        pool: the memory of gradients.
+        gradients: what batches have accumulated.
+        staleness: see `AsyncOptimizer`.
+        scales: the loss scales.
+        exchange: sums gradients over several machines; None if there is only one.
+
+    Attributes:
+        applying: whether the step has stepped some buckets and not all.
+        applied: the last steps that are applied, by number, each with when it was, on the clock of
+            ``time.perf_counter()``.
+    """
+
+    def __init__(
+        self, buckets: Sequence[ParamBucket], pool: GradientPool, gradients: WindowGradients, staleness: int,
+        scales: Scales, exchange: GradientExchange | None,
+    ) -> None:  # fmt: skip
+        self._buckets, self._pool, self._gradients = buckets, pool, gradients
+        self._staleness, self._scales, self._exchange = staleness, scales, exchange
+        self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
+        self._nbytes = {bucket: sum(master.nbytes for master in bucket.masters) for bucket in buckets}
+        self.applying = False
+        self.applied: dict[int, float] = {}
+
+    def add(self, batch: StepGradients) -> None:
+        """Accumulate the gradients of a batch that no step follows."""
+        if self._exchange is not None:
+            batch.weigh()
+        for buckets in self._as_they_come(batch, lambda bucket: None):
+            for bucket in buckets:
+                self._gradients.accumulated[bucket].add(batch.take(bucket))
+                batch.release(bucket)
+        batch.release()
+
+    def run(self, step: OptimizerStep) -> None:
+        """Make a step."""
+        self._gradients.begin_step(step.batch.sums if step.batch is not None and step.keeps else ())
+        if self._exchange is not None:
+            self._exchange.begin()
+            if step.batch is not None:
+                step.batch.weigh()
+            else:
+                self._exchange.share(None)
+        for bucket in self._buckets:
+            bucket.split()  # a hook may have looked at weights since the step's last upload
+        with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
+            self._step(step)
+        step.partial_optimizer.copy_rest()
+        self.applying = False
+        recent = {number: when for number, when in self.applied.items() if number > step.number - _REMEMBERED}
+        self.applied = recent | {step.number: time.perf_counter()}
+
+    def _as_they_come(
+        self, batch: StepGradients | None, uploaded: Callable[[ParamBucket], None]
+    ) -> Iterator[list[ParamBucket]]:
+        """Yield all buckets as they become ready, small ones together; of several, the first in forward order first.
+
+        Args:
+            batch: the gradients to wait for; None if there are none, so that all buckets are ready.
+            uploaded: called with each bucket when its weights are uploaded, and again when it is ready.
+        """
+        readiness = batch.readiness if batch is not None else None
+        there: list[tuple[int, ParamBucket]] = []
+        coming = len(self._buckets)
+        while coming or there:
+            if coming:
+                buckets = self._buckets if readiness is None else readiness.take(wait=not there, uploaded=uploaded)
+                for bucket in buckets:
+                    uploaded(bucket)
+                    heapq.heappush(there, (bucket.index, bucket))
+                coming -= len(buckets)
+            yield self._piece(there)
+
+    def _in_order(self, exchange: GradientExchange, step: OptimizerStep) -> Iterator[ParamBucket]:
+        """Yield all buckets as they become ready, in the order in which machines exchange them; see `_as_they_come`."""
+        readiness = step.batch.readiness if step.batch is not None else None
+        there: set[ParamBucket] = set(self._buckets) if readiness is None else set()
+        for bucket in exchange.order:
+            while bucket not in there:
+                assert readiness is not None
+                there.update(readiness.take(wait=True, uploaded=functools.partial(self._uploaded, step)))
+            self._uploaded(step, bucket)
+            yield bucket
+
+    def _piece(self, there: list[tuple[int, ParamBucket]]) -> list[ParamBucket]:
+        buckets = [heapq.heappop(there)[1]]
+        size = self._sizes[buckets[0]]
+        while there and (size := size + self._sizes[there[0][1]]) <= PIECE:
+            buckets.append(heapq.heappop(there)[1])
+        return buckets
+
+    def _uploaded(self, step: OptimizerStep, bucket: ParamBucket) -> None:
+        """With staleness 1, publish the update before this one: the step's last upload of the bucket is over.
+
+        Until then the step's own version had to stay in the working copies.
+        """
+        if self._staleness and not bucket.has(step.number - 1):
+            bucket.refresh(trained_only=True)
+            bucket.publish(step.number - 1)
+
+    def _gathered(self, step: OptimizerStep) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+        """Yield the gradients of buckets as they become ready; with several machines, their sums as they arrive."""
+        if self._exchange is None:
+            for buckets in self._as_they_come(step.batch, functools.partial(self._uploaded, step)):
+                yield {bucket: self._gather(bucket, step) for bucket in buckets}
+            return
+        for bucket, gradients in self._summed(self._exchange, step):
+            self._use(step, bucket, gradients)
+            yield {bucket: gradients}
+
+    def _summed(
+        self, exchange: GradientExchange, step: OptimizerStep
+    ) -> Iterator[tuple[ParamBucket, dict[int, Tensor]]]:
+        for bucket in self._in_order(exchange, step):
+            yield from exchange.add(bucket, self._gather(bucket, step))
+        yield from exchange.rest()
+
+    def _gather(self, bucket: ParamBucket, step: OptimizerStep) -> dict[int, Tensor]:
+        """Return the bucket's gradients, summed over all batches since the last step [1]."""
+        last = step.batch.take(bucket) if step.batch is not None else {}
+        gathered = self._gradients.accumulated[bucket].with_last(last, step.outside)
+        self._use(step, bucket, gathered)
+        return gathered
+
+    def _use(self, step: OptimizerStep, bucket: ParamBucket, gradients: dict[int, Tensor]) -> None:
+        if step.keeps:
+            self._gradients.use(bucket, gradients)
+
+    def _step(self, step: OptimizerStep) -> None:
+        self.applying = False
+        clips_by_norm = step.clip is not None and step.clip.kind == "norm"
+        if clips_by_norm or self._scales.scale is not None:
+            self._step_at_once(step, step.clip if clips_by_norm else None)
+        elif self._exchange is not None:
+            for gathered in self._gathered(step):
+                self._apply(step, gathered)
+        else:
+            with self._draining(step):
+                for buckets in self._as_they_come(step.batch, functools.partial(self._uploaded, step)):
+                    if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
+                        self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
+        self._publish_weights(step, wait=True)
+
+    def _step_at_once(self, step: OptimizerStep, clip: Clip | None) -> None:
+        """Step all buckets, or none if gradients are not finite, once all gradients are there [2]."""
+        scaled = self._scales.scale is not None
+        gathered: dict[ParamBucket, dict[int, Tensor]] = {}
+        measured: dict[int, Tensor] = {}
+        finite = True
+        for bucket, gradients in (pair for mine in self._gathered(step) for pair in mine.items()):
+            gathered[bucket] = gradients
+            held = {key: grad for key, grad in gradients.items() if key in step.hyperparameters.group_of}
+            if scaled:
+                finite &= unscale(held.values(), step.scale)
+            if clip is not None:
+                measured.update(zip(held, norms(list(held.values())), strict=True))
+        whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
+        lengths, some = [measured[key] for key in whole] if clip is not None else [], bool(whole)
+        if self._exchange is not None and self._exchange.owner:
+            norms_of = measured if clip is not None else {key: torch.zeros(()) for key in whole}
+            lengths, finite = self._exchange.combined_norms(norms_of, list(step.hyperparameters.group_of), finite)
+            some = bool(lengths)
+        if scaled:
+            self._scales.decided(step.number, finite=finite if some else None)
+        if clip is not None and some and finite:
+            scale(list(whole.values()), coefficient(lengths, clip))
+        there = [(bucket.index, bucket) for bucket in self._buckets]
+        while there:
+            self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
+
+    @contextmanager
+    def _draining(self, step: OptimizerStep) -> Iterator[None]:
+        """Let downloads wait for memory while the optimizer has complete gradients to use, layer by layer."""
+        if step.batch is None or step.keeps:
+            yield
+            return
+        self._pool.draining = step.batch.readiness
+        try:
+            yield
+        finally:
+            self._pool.draining = None
+            self._pool.look_again()
+
+    def _apply(self, step: OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
+        """Step the parameters of some buckets that have gradients, and publish the buckets [3]."""
+        self.applying = True
+        gradients = {key: gradient for mine in gathered.values() for key, gradient in mine.items()}
+        if step.clip is not None and step.clip.kind == "value":
+            clamp(list(step.held(gradients).values()), step.clip)
+        step.partial_optimizer.step(step.hyperparameters, gradients)
+        if self._exchange is not None and self._exchange.owner:
+            for bucket in gathered:
+                self._exchange.send_weights(bucket)
+            self._publish_weights(step, wait=False)
+            return
+        for bucket in gathered:
+            self._refresh_and_finish(step, bucket)
+
+    def _publish_weights(self, step: OptimizerStep, *, wait: bool) -> None:
+        """Publish buckets whose weights have come from the machines that update them."""
+        for bucket in self._exchange.weights(wait=wait) if self._exchange is not None else ():
+            self._refresh_and_finish(step, bucket)
+
+    def _refresh_and_finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
+        if not self._staleness:
+            bucket.refresh(trained_only=True)
+        self._finish(step, bucket)
+
+    def _apply_parts(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
+        """Step a large bucket part by part, while later parts are downloaded [4].
+
+        Returns:
+            False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
+            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts.
+        """
+        batch, values, accumulated = step.batch, step.hyperparameters, self._gradients.accumulated[bucket]
+        if (
+            batch is None
+            or self._nbytes[bucket] < grad_buffers.STREAMED
+            or (found := batch.sums_by_master(bucket)) is None
+            or not step.outside.isdisjoint(found)
+        ):
+            return False
+        keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
+        if not step.partial_optimizer.steps_parts(values, keys):
+            return False
+        self.applying = True
+        masters = {id(master): master for master in bucket.masters}
+        for key in keys:
+            master = masters[key]
+            length = grad_buffers.PART // master.itemsize
+            for start in range(0, max(master.numel(), 1), length):  # of an empty one, the kernel counts the step
+                end = min(start + length, master.numel())
+                last = batch.take_part(found[key], key, start, end) if key in found else None
+                gradient = accumulated.part_with_last(key, last, start, end)
+                if step.clip is not None:
+                    clamp([gradient], step.clip)
+                step.partial_optimizer.step_part(values, key, gradient, start, end)
+                if not self._staleness:
+                    bucket.refresh_part(master, start, end)
+        self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
+        self._finish(step, bucket)
+        return True
+
+    def _finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
+        """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
+        self._gradients.accumulated[bucket].forget(step.outside)
+        if step.batch is not None:
+            if step.batch.readiness is not None:
+                step.batch.readiness.used()
+            if not step.keeps:
+                step.batch.release(bucket)
+            self._pool.look_again()  # the bucket may have had no memory, and be the last one that was complete
+        if not self._staleness:
+            bucket.publish(step.number)
