@@ -21,7 +21,7 @@ from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.trainer import hook_audit
 from lightning_roundpipe.trainer.hook_audit import looks_at_weights, needs_gradients, slowed_by
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
