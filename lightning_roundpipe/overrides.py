@@ -44,6 +44,7 @@ GROUPS = {
     "model": "what is trained",
     "data": "what it is trained on",
     "lora": "adapters, or all weights (none)",
+    "float8": "linear layers that multiply in fp8, or not (none)",
     "optimizer": "and its learning rate (optimizer.lr)",
     "scheduler": "the learning rate over the steps",
     "trainer": "emulated devices (cpu) or GPUs",

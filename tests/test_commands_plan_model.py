@@ -406,6 +406,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             ("model=tiny_llama", "gpu=rtx4090", "precision=fp8", "lora=all_linear"),
             "torchao.float8 also computes gradients of frozen weights",
         ),
+        (("model=tiny_llama", "gpu=rtx4090", "precision=fp8", "carry_products=true"), "nothing of these is carried"),
         ((*TINY[:2], "staleness=2"), "must be a whole number of 0 to 1"),
         ((*TINY[:2], "picture=plan.txt"), "must be the name of a file that ends in .png"),
         ((*TINY[:2], "plan=everything"), "expected text like 'forward 0-3"),
