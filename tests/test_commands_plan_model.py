@@ -366,7 +366,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     [
         ((), "Say what to plan for: model=NAME gpu=NAME gpus=NUMBER, as in model=llama3_1_8b"),
         (("model=qwen3_32b",), "the machine is missing: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090 gpus=4"),
-        (("model=qwen3_32b", "gpus=4"), "gpus=4 says how many: say which, as in gpu=rtx4090"),
+        (("model=qwen3_32b", "gpus=4"), "gpus=4 does not say which: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090"),
         (
             ("model=qwen3_32b", "gpu=rtx4070"),
             "There is no gpu=rtx4070. Did you mean rtx4090? Known are a10040gb",
