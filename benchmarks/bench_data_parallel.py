@@ -11,11 +11,11 @@ The host has 1 TiB.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from common import parser_of, show
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of, total
@@ -73,26 +73,22 @@ def rates(
     return Rates(ours, max(best, default=None), found.data_parallel_tokens_per_s, f"{found.microbatch_size}, {stages}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hardware", default="rtx4090x4")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--staleness", type=int, choices=(0, 1), default=0)
-    options = parser.parse_args()
-    table = Table(
-        title=f"Tokens a second, {options.hardware}, {options.microbatches} microbatches, staleness {options.staleness}"
-    )
-    for heading in ("model", "ours", "paper's plan", "data parallel", "ratio", "sequences, stages"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    cases = [*((model, settings) for model, settings in SMALL), *((model, ()) for model in LARGE)]
-    for model, settings in cases:
+def rows(options: Any) -> Iterator[tuple[str, ...]]:
+    for model, settings in (*SMALL, *((model, ()) for model in LARGE)):
         lora = "attention" if model == "qwen3_235b_a22b" else "none"
         found = rates(model, settings, options.hardware, options.microbatches, lora, 1 if options.staleness else 0)
         cells = [f"{rate:,.0f}" if rate else "-" for rate in (found.ours, found.paper, found.data_parallel)]
         others = max(found.paper or 0.0, found.data_parallel or 0.0)
         ratio = f"{found.ours / others:.2f}" if found.ours and others else "-"
-        table.add_row(" ".join((model, *("=".join(pair) for pair in settings))), *cells, ratio, found.plan)
-    Console(width=150).print(table)
+        yield " ".join((model, *("=".join(pair) for pair in settings))), *cells, ratio, found.plan
+
+
+def main() -> None:
+    parser = parser_of(__doc__, microbatches=8, staleness=0)
+    parser.add_argument("--hardware", default="rtx4090x4")
+    options = parser.parse_args()
+    title = f"Tokens a second, {options.hardware}, {options.microbatches} microbatches, staleness {options.staleness}"
+    show(title, ("model", "ours", "paper's plan", "data parallel", "ratio", "sequences, stages"), rows(options))
 
 
 if __name__ == "__main__":

@@ -13,19 +13,16 @@ the paper's simulator gives RoundPipe, and each of many steps (staleness 1) with
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
+from common import paper_cases, parser_of, show
 from paper_bubble import find_bubble
-from paper_cases import Case, read_cases
+from paper_cases import Case
 from paper_schedules import run_case
-from rich.console import Console
-from rich.table import Table
 
 from lightning_roundpipe.planning import CallCost, Costs, greedy_partition
 from lightning_roundpipe.planning.host_time import HostTime
@@ -34,7 +31,6 @@ from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 from lightning_roundpipe.planning.timing import PERIOD_STEPS
 
-CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 SIZES = (32, 48, 64, 94, 128, 192)
 STEADY = 2
 
@@ -59,17 +55,11 @@ def seconds_of_greedy(costs: Costs) -> float:
     return best
 
 
-def greedy_table() -> Table:
-    table = Table(title="The paper's algorithm: seconds of one core, for 8 workers and 16 microbatches")
-    table.add_column("layers")
-    rows = {equal: [seconds_of_greedy(trace(layers, equal)) for layers in SIZES] for equal in (True, False)}
-    for layers in SIZES:
-        table.add_column(str(layers), justify="right")
-    table.add_column("grows as L to the", justify="right")
-    for equal, seconds in rows.items():
+def greedy_rows() -> Iterator[tuple[str, ...]]:
+    for equal in (True, False):
+        seconds = [seconds_of_greedy(trace(layers, equal)) for layers in SIZES]
         power = np.polyfit(np.log(SIZES), np.log(seconds), 1)[0]
-        table.add_row("equal" if equal else "unequal", *(f"{s:.4f}" for s in seconds), f"{power:.1f}")
-    return table
+        yield "equal" if equal else "unequal", *(f"{s:.4f}" for s in seconds), f"{power:.1f}"
 
 
 def papers_seconds(case: Case) -> dict[Staleness, float]:
@@ -80,8 +70,8 @@ def papers_seconds(case: Case) -> dict[Staleness, float]:
     return {0: bubble.makespan_ms / 1e3, 1: steady / 1e3}
 
 
-def add_row(table: Table, case: Case, staleness: Staleness, search_seconds: float) -> tuple[float, float]:
-    """Plans, judges, and returns our time and that of the least work, both over the paper's."""
+def row_of(case: Case, staleness: Staleness, search_seconds: float) -> tuple[float, float, tuple[str, ...]]:
+    """Plans and judges. Returns our time and that of the least work, both over the paper's, and a row of the table."""
     costs, host = case.costs(), HostTime(hop_s=case.hop_ms / 1e3)
     limits = Limits.usual(costs, case.workers, case.microbatches)
     start, processor = time.perf_counter(), time.process_time()
@@ -95,7 +85,7 @@ def add_row(table: Table, case: Case, staleness: Staleness, search_seconds: floa
     unfused = sum(2 * call.forward_s + call.backward_s for call in costs) - costs.calls[-1].forward_s
     least = case.microbatches * (unfused - saved) / case.workers
     paper = papers_seconds(case)[staleness]
-    table.add_row(
+    row = (
         case.model,
         str(staleness),
         f"{1e3 * paper:,.1f}",
@@ -107,7 +97,7 @@ def add_row(table: Table, case: Case, staleness: Staleness, search_seconds: floa
         str(len(plan.fused) - 1),
         f"{took:.1f} ({used:.1f})",
     )
-    return ours / paper, least / paper
+    return ours / paper, least / paper, row
 
 
 def mean(ratios: Sequence[float]) -> float:
@@ -137,7 +127,7 @@ def rate(case: Case, speeds: tuple[float, ...], staleness: Staleness, search_sec
 
 def unequal_table(search_seconds: float) -> str:
     """In Markdown: percent of the sum of what each worker reaches alone, with staleness 0 and with 1."""
-    cases = [case for case in read_cases(CASES) if case.schedule == "roundpipe"]
+    cases = list(paper_cases().values())
     lines = ["| speeds | " + " | ".join(case.model for case in cases) + " |", "| --- |" + " ---: |" * len(cases)]
     for speeds in MIXED:
         cells = []
@@ -153,30 +143,27 @@ def unequal_table(search_seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--search-seconds", type=float, default=SEARCH_SECONDS)
+    parser = parser_of(__doc__, search_seconds=SEARCH_SECONDS)
     parser.add_argument("--unequal", action="store_true")
     options = parser.parse_args()
     if options.unequal:
         print(unequal_table(options.search_seconds))
         return
-    console = Console(width=150)
-    console.print(greedy_table())
-    table = Table(title="Plans found for the paper's models, against the paper's own")
-    for heading in ("model", "staleness", "paper (ms)", "ours (ms)", "ratio"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for heading in ("above its work / 8", "above the least work / 8", "stages", "fused", "planned in s (processor)"):
-        table.add_column(heading, justify="right")
-    cases = [case for case in read_cases(CASES) if case.schedule == "roundpipe"]
-    means: list[str] = []
-    for staleness in (0, 1):
-        kind: Staleness = 1 if staleness else 0
-        ratios, least = zip(*(add_row(table, case, kind, options.search_seconds) for case in cases), strict=True)
-        means.append(
-            f"staleness {staleness}: ratio {mean(ratios):.4f} in geometric mean, {max(ratios):.4f} at most; "
+    title = "The paper's algorithm: seconds of one core, for 8 workers and 16 microbatches"
+    show(title, ("layers", *map(str, SIZES), "grows as L to the"), greedy_rows())
+    kinds: tuple[Staleness, ...] = (0, 1)
+    headings = (
+        "model", "staleness", "paper (ms)", "ours (ms)", "ratio", "above its work / 8", "above the least work / 8",
+        "stages", "fused", "planned in s (processor)",
+    )  # fmt: skip
+    found = {kind: [row_of(case, kind, options.search_seconds) for case in paper_cases().values()] for kind in kinds}
+    show("Plans found for the paper's models", headings, [row for rows in found.values() for *_, row in rows])
+    for kind, rows in found.items():
+        ratios, least, _ = zip(*rows, strict=True)
+        print(
+            f"staleness {kind}: ratio {mean(ratios):.4f} in geometric mean, {max(ratios):.4f} at most; "
             f"{mean(least):.4f} with the least work and no idle worker"
         )
-    console.print(table, *means, sep="\n")
 
 
 if __name__ == "__main__":

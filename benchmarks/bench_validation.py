@@ -12,7 +12,6 @@ nearest row of `measured.json`: the same model, and as much else as possible.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -21,8 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from common import parser_of, show
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
@@ -121,14 +119,14 @@ def summary(rows: list[Row]) -> str:
     return f"median error {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %"
 
 
+HEADINGS = ("model", "GPUs", "mode", "tokens", "measured", "predicted", "error")
+
+
 def cells(row: Row) -> tuple[str, ...]:
     return (
         row.name, f"{row.devices} x {row.machine}", row.mode, f"{row.sequence:,}", f"{row.measured:,.0f}",
         f"{row.predicted:,.0f}", f"{100 * row.error:+.1f} %",
     )  # fmt: skip
-
-
-HEADINGS = ("model", "GPUs", "mode", "tokens", "measured", "predicted", "error")
 
 
 def markdown(rows: list[Row]) -> str:
@@ -151,22 +149,15 @@ def _crossed(rows: list[Row], corner: str, column_of: Callable[[Row], str]) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=Path, default=ROWS, help="another file like measured.json")
     parser.add_argument("--markdown", action="store_true", help="print the tables of docs/estimates.md")
     options = parser.parse_args()
-    console = Console()
-    with console.status("predicting"):
-        rows = [predict(row) for row in read_rows(options.rows)]
+    rows = [predict(row) for row in read_rows(options.rows)]
     if options.markdown:
         print(markdown(rows))
     else:
-        table = Table(title="tokens a second, measured by the paper and predicted")
-        for number, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="left" if number < 3 else "right")
-        for row in rows:
-            table.add_row(*cells(row))
-        console.print(table)
+        show("tokens a second, measured by the paper and predicted", HEADINGS, map(cells, rows))
     print(summary(rows))
 
 

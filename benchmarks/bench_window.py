@@ -8,11 +8,10 @@ one batch of 8 with ``num_microbatches=8``. What the window takes longer is Ligh
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 import torch
-from common import Sleepers, Stopwatch, batches, quiet, trainer
+from common import Sleepers, Stopwatch, batches, parser_of, quiet, trainer
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Costs, greedy_partition
@@ -43,16 +42,10 @@ def compare(devices: int, microbatches: int, layers: int, layer_s: float, steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--layer", type=float, default=0.02, help="seconds of a layer's forward")
-    parser.add_argument("--steps", type=int, default=5, help="of which the median counts")
-    options = parser.parse_args()
+    options = parser_of(__doc__, devices=4, microbatches=8, layers=16, layer_s=0.02, steps=5).parse_args()
     quiet()
     torch.set_num_threads(1)
-    window, cut = compare(options.devices, options.microbatches, options.layers, options.layer, options.steps)
+    window, cut = compare(options.devices, options.microbatches, options.layers, options.layer_s, options.steps)
     print(f"a window of {options.microbatches} batches of 1: {window:.3f} s a step")
     print(f"a batch of {options.microbatches} cut into {options.microbatches}: {cut:.3f} s a step")
     print(f"ratio {window / cut:.3f} (goal: at most {GOAL})")

@@ -14,7 +14,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
-from paper_cases import PAPER, Case, read_cases
+from paper_cases import Case, read_cases
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class BatchEnds(pl.Callback):
 
 def paper_cases() -> dict[str, Case]:
     """The paper's cases of its own schedule, by model."""
-    return {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
+    return {case.model: case for case in read_cases() if case.schedule == "roundpipe"}
 
 
 def batches(data: Tensor, size: int) -> DataLoader[Any]:

@@ -4,16 +4,15 @@ A small Llama learns the bytes of Python's help topics, with AdamW, warmup, a co
 each seed all ways start from the same weights and see the same batches in the same order, so only the way differs.
 Staleness 0 differs from plain training by rounding, which grows over a thousand steps: how far apart these two end is
 the scale on which to read staleness 1. Each learning rate is a row of the picture; a high one is hard on gradients that
-are a step old. Runs that are in --results are not made again.
+are a step old.
 
-    .venv/bin/python benchmarks/convergence.py [--lr 3e-4 1e-3 1e-2] [--results runs.json]
+    .venv/bin/python benchmarks/convergence.py [--lr 3e-4 1e-3 1e-2]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Iterator
 from functools import partial
@@ -35,23 +34,9 @@ from lightning_roundpipe.data import PackedText, pydoc_topics
 from lightning_roundpipe.data.sequences import Sequences
 from lightning_roundpipe.tasks import CausalLM
 
-WAYS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "staleness 0": {},
-    "staleness 1": {"staleness": 1},
-    "bfloat16 gradients": {"reduce_dtype": "bfloat16"},
-    "bf16 moments": {"optimizer_state": "bf16"},
-    "int8 moments": {"optimizer_state": "int8"},
-}
+WAYS: dict[str, dict[str, Any] | None] = {"plain": None, "staleness 0": {}, "staleness 1": {"staleness": 1}}
 """Name and settings of the strategy."""
-LINES = {
-    "plain": ("#555555", "-"),
-    "staleness 0": ("#1f77b4", "--"),
-    "staleness 1": ("#d95f02", "-"),
-    "bfloat16 gradients": ("#1b9e77", "-."),
-    "bf16 moments": ("#7570b3", "-."),
-    "int8 moments": ("#e7298a", ":"),
-}
+LINES = {"plain": ("#555555", "-"), "staleness 0": ("#1f77b4", "--"), "staleness 1": ("#d95f02", "-")}
 """Colour and style. Staleness 0 is dashed, for it lies on plain training."""
 LENGTH, BATCH, MICROBATCHES, WORKERS = 64, 4, 2, 2
 HELD_OUT = 256
@@ -126,35 +111,25 @@ def train(lr: float, seed: int, way: str, data: PackedText, steps: int) -> Run:
     return {"losses": curve.losses, "validation": curve.validation}
 
 
-class Results:
-    """The runs of all learning rates, seeds and ways; on disk if there is a ``path``, which is read first."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        path: Path | None = options.results
-        self._options = options
-        self._runs: dict[str, Run] = json.loads(path.read_text()) if path and path.exists() else {}
-        data = PackedText(pydoc_topics(), Bytes(), LENGTH, BATCH, max_validation_sequences=HELD_OUT)  # type: ignore[arg-type]
-        wanted = list(itertools.product(options.lr, range(options.seeds), options.ways))
-        for lr, seed, way in track([run for run in wanted if self._key(*run) not in self._runs], "runs"):
-            self._runs[self._key(lr, seed, way)] = train(lr, seed, way, data, options.steps)
-            if path:
-                path.write_text(json.dumps(self._runs))
-
-    def _key(self, lr: float, seed: int, way: str) -> str:
-        return f"{lr:g} {seed} {way} {self._options.steps}"
-
-    def of(self, lr: float, way: str) -> list[Run]:
-        """Those of all seeds."""
-        return [self._runs[self._key(lr, seed, way)] for seed in range(self._options.seeds)]
+Results = dict[tuple[float, str], list[Run]]
+"""Of each learning rate and way the runs of all seeds."""
 
 
-def rows(options: argparse.Namespace, results: Results) -> Iterator[tuple[str, ...]]:
+def run_all(options: argparse.Namespace) -> Results:
+    data = PackedText(pydoc_topics(), Bytes(), LENGTH, BATCH, max_validation_sequences=HELD_OUT)  # type: ignore[arg-type]
+    found: Results = {key: [] for key in itertools.product(options.lr, WAYS)}
+    for (lr, way), seed in track(list(itertools.product(found, range(options.seeds))), "runs"):
+        found[lr, way].append(train(lr, seed, way, data, options.steps))
+    return found
+
+
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
     """Validation losses at the end, and how much more they are than plain training's, seed by seed."""
-    for lr, way in itertools.product(options.lr, options.ways):
-        finals, plain = ([final(run) for run in results.of(lr, each)] for each in (way, "plain"))
-        more = [ours - theirs for ours, theirs in zip(finals, plain, strict=True)]
-        each = ", ".join(f"{value:.3f}" for value in finals)
-        yield f"{lr:g}", way, spread(finals, ""), spread(more, "+") if way != "plain" else "", each
+    for (lr, way), runs in results.items():
+        ours, plain = ([final(run) for run in each] for each in (runs, results[lr, "plain"]))
+        more = [one - other for one, other in zip(ours, plain, strict=True)]
+        each = ", ".join(f"{value:.3f}" for value in ours)
+        yield f"{lr:g}", way, spread(ours, ""), spread(more, "+") if way != "plain" else "", each
 
 
 def final(run: Run) -> float:
@@ -179,10 +154,10 @@ def draw(options: argparse.Namespace, results: Results, path: Path) -> None:
         len(options.lr), 3, figsize=(11, 3.1 * len(options.lr)), squeeze=False, layout="constrained"
     )
     for lr, (training, validation, difference) in zip(options.lr, grid, strict=True):
-        plain = torch.stack([smoothed(run) for run in results.of(lr, "plain")])
-        for way in options.ways:
+        plain = torch.stack([smoothed(run) for run in results[lr, "plain"]])
+        for way in WAYS:
             line = LINES[way]
-            runs = results.of(lr, way)
+            runs = results[lr, way]
             losses = torch.stack([smoothed(run) for run in runs])
             steps = range(SMOOTHING, options.steps + 1)
             band(training, steps, losses, way, line)
@@ -219,17 +194,15 @@ def main() -> None:
     parser.add_argument(
         "--lr", type=float, nargs="+", default=[3e-4, 1e-3, 1e-2], help="learning rates at their highest"
     )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3], help="'plain' first")
-    parser.add_argument("--results", type=Path, help="JSON file that keeps the runs")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/convergence.png"))
     options = parser.parse_args()
     if options.steps < SMOOTHING or options.steps % VALIDATIONS:
         parser.error(f"--steps must be a multiple of {VALIDATIONS} and at least {SMOOTHING}")
     quiet()
     torch.set_num_threads(1)
-    results = Results(options)
+    results = run_all(options)
     title = f"Validation loss after {options.steps} steps, nats a byte, {options.seeds} seeds"
-    show(title, ("lr", "way", "validation loss", "more than plain", "of each seed"), rows(options, results))
+    show(title, ("lr", "way", "validation loss", "more than plain", "of each seed"), rows(results))
     draw(options, results, options.picture)
     print(options.picture)
 

@@ -1,25 +1,20 @@
 """The paper's schedules side by side: how long a step takes, and where its workers idle.
 
-    .venv/bin/python benchmarks/simulate.py [llama3.1-8b | FILE.json] [--json] [--trace schedules.json] [--picture FILE]
+    .venv/bin/python benchmarks/simulate.py [llama3.1-8b] [--picture FILE]
 
-Without a name, all cases of the paper are simulated. A file has cases of its own (`paper_cases`). The trace is for
-ui.perfetto.dev; the picture has a row for each worker, and colours for forward, backward and the LM head.
+Without a model, all cases of the paper are simulated. The picture has a row for each worker, and colours for forward,
+backward and the LM head.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from paper_bubble import Bubble, find_bubble
-from paper_cases import FIGURES, Case, read_cases
+from common import parser_of, show
+from paper_bubble import find_bubble
+from paper_cases import FIGURES, read_cases
 from paper_schedules import PaperRun, run_case
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 COLOURS = {
     "forward": "#4c78a8", "recompute": "#9ecae9", "backward": "#f58518", "head forward": "#54a24b",
@@ -27,55 +22,14 @@ COLOURS = {
 }  # fmt: skip
 
 
-def chosen_cases(name: str | None) -> list[Case]:
-    """Return the cases of a file, or those of the paper with a model's name; None: all of the paper.
-
-    Raises:
-        ValueError: the paper has no such model, or the file is wrong.
-    """
-    if name is not None and name.endswith(".json"):
-        return read_cases(Path(name))
-    cases = read_cases()
-    found = [case for case in cases if name in (None, case.model)]
-    if not found:
-        models = ", ".join(dict.fromkeys(case.model for case in cases))
-        raise ValueError(f"{name} is none of the paper's models, {models}, and no file that ends in .json.")
-    return found
-
-
-def as_row(case: Case, bubble: Bubble) -> dict[str, Any]:
-    """Return the figures of a case. Percentages are of makespan x workers."""
-    row = {name: getattr(case, name) for name in ("model", "schedule", "workers", "microbatches")}
-    row |= {name: round(getattr(bubble, name), 9) for name in FIGURES}
-    return row | ({"asynchronous_pct": round(bubble.asynchronous_pct, 9)} if case.schedule == "roundpipe" else {})
-
-
-def as_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the figures of all cases as a table. ``async``: without fill and drain, if steps follow each other."""
-    table = Table(title="Idle time in % of makespan x workers", box=SIMPLE_HEAD, pad_edge=False, padding=0)
-    for heading in ("model", "schedule"):
-        table.add_column(heading)
-    for heading in ("N", "M", "ms", "bubble", "fill", "switch", "drain", "intra", "async"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        shares = (row[name] for name in (*FIGURES[1:], "asynchronous_pct") if name in row)
-        counts = str(row["workers"]), str(row["microbatches"])
-        times = f"{row['makespan_ms']:,.0f}", *(f"{share:.2f}" for share in shares)
-        table.add_row(row["model"], row["schedule"], *counts, *times)
-    return table
-
-
-def as_trace(runs: Sequence[PaperRun]) -> list[dict[str, Any]]:
-    """Return events of a Chrome trace: a process for each run, and a thread for each worker."""
-    events: list[dict[str, Any]] = []
-    for number, run in enumerate(runs):
-        title = {"name": f"{run.case.model}, {run.case.schedule}"}
-        events.append({"ph": "M", "pid": number, "name": "process_name", "args": title})
-        for op in run.operations:
-            start, length = (1e3 * ticks / run.ticks_per_ms for ticks in (op.start, op.end - op.start))
-            name = f"{op.direction}{op.stage} microbatch {op.microbatch}"
-            events.append({"ph": "X", "pid": number, "tid": op.worker, "ts": start, "dur": length, "name": name})
-    return events
+def rows(runs: Sequence[PaperRun]) -> Iterator[tuple[str, ...]]:
+    """The figures of all cases. The last one: without fill and drain, if steps follow each other."""
+    for run in runs:
+        case, bubble = run.case, find_bubble(run)
+        shares = [getattr(bubble, name) for name in FIGURES[1:]]
+        shares += [bubble.asynchronous_pct] if case.schedule == "roundpipe" else []
+        counts = str(case.workers), str(case.microbatches), f"{bubble.makespan_ms:,.0f}"
+        yield f"{case.model}, {case.schedule}", *counts, *(f"{share:.2f}" for share in shares)
 
 
 def draw(runs: Sequence[PaperRun], path: Path) -> None:
@@ -103,24 +57,15 @@ def draw(runs: Sequence[PaperRun], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", help="a model of the paper, or a JSON file")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--trace", type=Path, help="write a Chrome trace")
+def main() -> None:
+    cases = read_cases()
+    parser = parser_of(__doc__)
+    parser.add_argument("model", nargs="?", choices=list(dict.fromkeys(case.model for case in cases)))
     parser.add_argument("--picture", type=Path, help="draw the schedules: .png, .pdf or .svg")
-    options = parser.parse_args(arguments)
-    try:
-        runs = [run_case(case) for case in chosen_cases(options.case)]
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    rows = [as_row(run.case, find_bubble(run)) for run in runs]
-    if options.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        Console().print(as_table(rows))
-    if options.trace:
-        options.trace.write_text(json.dumps(as_trace(runs)))
+    options = parser.parse_args()
+    runs = [run_case(case) for case in cases if options.model in (None, case.model)]
+    headings = ("schedule", "N", "M", "ms", "bubble", "fill", "switch", "drain", "intra", "async")
+    show("Idle time in % of makespan x workers", headings, rows(runs))
     if options.picture:
         draw(runs, options.picture)
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.batches.weights import LossWeights
@@ -238,7 +239,7 @@ class Engined:
         self._windows = 0
         options = Options(
             layers=["Linear", "Block"], plan=drawn.plan or "static", staleness=drawn.staleness, overlap=drawn.overlap,
-            prefetch=drawn.prefetch, watchdog_timeout=20.0, emulation=emulation,
+            prefetch=drawn.prefetch, watchdog_timeout=PATIENCE_S, emulation=emulation,
         )  # fmt: skip
         devices = make_emulated([torch.device("cpu")] * drawn.devices, emulation)
         self.engine = Engine(self.module, devices, options, lambda text: None)

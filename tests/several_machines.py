@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import socket
@@ -32,9 +34,18 @@ class Machine:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that nothing listens on, and that the system gives to nobody who asks for any: those are above 32767.
+
+    Processes of one run of the tests, which pytest-xdist numbers, have ranges of their own.
+    """
+    first = 20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port := first + next(_ports) % 500))
+            return port
+
+
+_ports = itertools.count(os.getpid())
 
 
 def environment(rank: int, machines: int, port: int, slurm: str | None = None) -> dict[str, str]:

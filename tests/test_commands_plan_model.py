@@ -393,8 +393,18 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
         ((*TINY[:2], "lora=all"), "Allowed are all_linear, attention, moe_experts, none"),
         (
-            (*TINY[:2], "precision=fp8"),
-            "must be one of 32-true, bf16-mixed, bf16-true, 16-mixed",
+            (*TINY[:2], "precision=8-true"),
+            "must be one of 32-true, bf16-mixed, bf16-true, 16-mixed, 16-true, fp8",
+        ),
+        (
+            ("model=tiny_llama", "hardware=rtx4090x2+rtx3090x2", "precision=fp8"),
+            "RTX 3090 has no rate of fp8 products (flops.fp8). GPUs before Ada and Hopper cannot multiply in fp8",
+        ),
+        (("model=tiny_llama", "gpu=a10040gb", "precision=fp8"), "A100 40GB has no rate of fp8 products"),
+        (("model=tiny_llama", "hardware=auto", "precision=fp8"), "hardware=auto does not measure fp8 products"),
+        (
+            ("model=tiny_llama", "gpu=rtx4090", "precision=fp8", "lora=all_linear"),
+            "torchao.float8 also computes gradients of frozen weights",
         ),
         ((*TINY[:2], "staleness=2"), "must be a whole number of 0 to 1"),
         ((*TINY[:2], "picture=plan.txt"), "must be the name of a file that ends in .png"),

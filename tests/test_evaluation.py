@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -13,6 +14,7 @@ import pytest
 import torch
 import zoo
 from harness import assert_tensors_same, loader, ours, quiet, trainer_of
+from patience import longer_each_try
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import emulated_work
@@ -147,6 +149,8 @@ class Busy(nn.Module):
 
     lock = threading.Lock()
     running = most = 0
+    times = 1.0
+    """How much longer each takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +160,7 @@ class Busy(nn.Module):
         with Busy.lock:
             Busy.running += 1
             Busy.most = max(Busy.most, Busy.running)
-        emulated_work(0.02)
+        emulated_work(0.02 * Busy.times)
         with Busy.lock:
             Busy.running -= 1
         return torch.tanh(self.linear(x))
@@ -171,8 +175,15 @@ class Chain(pl.LightningModule):
         self.log("mean", self.layers(batch).mean())
 
 
-def test_all_devices_are_busy() -> None:
-    Busy.most = 0
+@pytest.fixture
+def busy() -> Iterator[type[Busy]]:
+    yield Busy
+    Busy.times = 1.0
+
+
+@longer_each_try
+def test_all_devices_are_busy(busy: type[Busy], times: float) -> None:
+    Busy.most, Busy.times = 0, times
     validate(ours(layers=[Busy]), Chain(), list(torch.randn(16, 2, 4)), 3)
     assert Busy.most == 3
 

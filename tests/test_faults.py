@@ -22,6 +22,7 @@ from faulty import BATCHES, BLOCKS, CALLS, MODULE, PLANTED, SAMPLES, Boom, Fault
 from harness import ours, run
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, _utils
 from torch.utils.data._utils import signal_handling
@@ -227,7 +228,7 @@ class Killing(FaultyModule):
         if batch_idx == 1 and int(batch["samples"][0]) == 0:
             for process in multiprocessing.active_children():
                 process.kill()
-            self.known.wait(20)
+            self.known.wait(PATIENCE_S)
         return super().training_step(batch, batch_idx)
 
 

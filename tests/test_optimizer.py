@@ -306,7 +306,7 @@ def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch
 
     def apply(updates: BucketStepper, step: Any, *args: Any) -> None:
         if step.number == 3:
-            failing.wait(60)
+            assert failing.wait(patience.PATIENCE_S)
             raise ZeroDivisionError("planted")
         real_apply(updates, step, *args)
 
@@ -318,7 +318,7 @@ def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(BucketStepper, "_apply", apply)
     monkeypatch.setattr(AsyncOptimizer, "begin", begin)
-    strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=20)
+    strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=3 * patience.PATIENCE_S)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         run(strategy, Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
     assert "go on from a checkpoint" in "".join(error.value.__notes__)
@@ -377,7 +377,10 @@ def test_other_optimizers_block_and_say_so(said: list[str]) -> None:
     ("staleness", "options"), [(0, {"blocking": True}), (1, {}), (1, {"accumulate_grad_batches": 2})]
 )
 def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host buffer is asked for after the second step."""
+    """How many host buffers a fit asks for does not depend on its steps: at most two for each layer's gradients.
+
+    How many of them are in use at once depends on how far the update of one step lags behind the next one.
+    """
     from lightning_roundpipe.devices.emulated import EmulatedDevice
 
     real, asked = EmulatedDevice.host_buffer, []
@@ -395,6 +398,6 @@ def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch
     marks: list[int] = []
     monkeypatch.setattr(EmulatedDevice, "host_buffer", host_buffer)
     strategy = ours(num_microbatches=2, layers=LAYERS, plan=harness.single(6, 2), staleness=staleness)
-    run(strategy, Trained(OPTIMIZERS["adamw"]), many(10), devices=1, callbacks=[Count()], **options)
+    run(strategy, Trained(OPTIMIZERS["adamw"]), many(40), devices=1, callbacks=[Count()], **options)
     # Boundaries that are saved on the host are counted too, and there are none under this plan.
-    assert marks[-1] - marks[3] == 0, marks
+    assert marks[-1] - marks[0] <= 2 * 6, marks

@@ -52,7 +52,7 @@ class Gate:
     def pass_through(self, batch: int, part: int) -> None:
         if batch == self.batch and self.part in (None, part):
             self.reached.set()
-            self.in_vain |= not self.opened.wait(20)
+            self.in_vain |= not self.opened.wait(PATIENCE_S)
 
     def __deepcopy__(self, memo: Any) -> Gate:
         return self
@@ -123,7 +123,9 @@ class AtTheEnd(pl.Callback):
 def fit(
     module: pl.LightningModule, *callbacks: pl.Callback, staleness: int = 0, plan: str = PLAN, **options: Any
 ) -> harness.Result:
-    strategy = ours(num_microbatches=2, layers=["Layer"], plan=plan, staleness=staleness, watchdog_timeout=60)
+    strategy = ours(
+        num_microbatches=2, layers=["Layer"], plan=plan, staleness=staleness, watchdog_timeout=3 * PATIENCE_S
+    )
     return run(strategy, module, BATCHES, devices=2, callbacks=callbacks, watch=False, **options)
 
 
@@ -259,16 +261,15 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
 
 def test_a_step_that_fails_lets_the_one_before_end() -> None:
     """Its update is a whole one."""
-    gate = Gate(2, 1)
 
     def opens(module: Gated, batch: int) -> None:
         if batch == 3:
-            threading.Timer(0.2, gate.opened.set).start()
+            threading.Timer(0.2, module.gate.opened.set).start()
             raise ZeroDivisionError("planted")
 
     states = []
     for train in (lambda module: run("auto", module, BATCHES, watch=False), fit):
-        module = Gated(Gate(-1) if train is not fit else gate, opens)
+        module = Gated(Gate(2, 1) if train is fit else Gate(-1), opens)
         holder: list[Any] = []
         with pytest.raises(ZeroDivisionError):
             train(_Keeping(module, holder))

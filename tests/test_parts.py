@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from harness import Result, assert_identical, ours, run
 from host_gradients import host_gradients
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import Emulation
@@ -139,7 +140,7 @@ class Later(Event):
 
     def wait(self) -> None:
         self.asked.set()
-        assert self.came.wait(10)
+        assert self.came.wait(PATIENCE_S)
 
     def done(self) -> bool:
         return self.came.is_set()
@@ -209,7 +210,7 @@ def submitted(request: Any, stepped: list[int]) -> Iterator[Submitted]:
 def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: Submitted) -> None:
     bucket = submitted.layer.bucket
     for index in range(4):
-        assert submitted.parts[index].asked.wait(10), "the part before is stepped, this one is waited for"
+        assert submitted.parts[index].asked.wait(PATIENCE_S), "the part before is stepped, this one is waited for"
         assert submitted.changed() == [True] * index + [False] * (4 - index)
         assert bucket.version == 1, "nobody may read it before its last part"
         if (rounded := submitted.layer.weights.flats[0]._rounded) is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -10,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ours
+from patience import until
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import worker as engine_worker
@@ -69,64 +73,96 @@ def test_a_model_that_fits_each_worker_is_trained_on_all_of_them() -> None:
     assert [slot["worker"] % 2 for slot in report["slots"]] in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
-class Slow(nn.Module):
-    """A layer whose backward leaves the rest of the engine time."""
+class Gated(nn.Module):
+    """A layer whose backward calls ``gate`` first."""
 
-    class Sleep(torch.autograd.Function):
+    class Passed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor, gate: Callable[[], None]) -> Tensor:
+            ctx.gate = gate
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            time.sleep(0.03)
-            return grads[0]
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            ctx.gate()
+            return grads[0], None
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Callable[[], None]) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.lin, self.gate = nn.Linear(WIDTH, WIDTH), gate
 
     def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = Slow.Sleep.apply(self.lin(x))
-        return slept
+        passed: Tensor = Gated.Passed.apply(self.lin(x), self.gate)  # type: ignore[no-untyped-call]
+        return passed
 
 
-class SlowModel(Model):
-    def _layer(self, normed: bool) -> nn.Module:
-        return Slow()
+class GatedModel(Model):
+    """Six layers, the first of which has the gate."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Callable[[], None]) -> None:
         super().__init__(normed=False)
-        self.layers.extend(Slow() for _ in range(3))
+        self.layers = nn.ModuleList(Gated(gate if i == 0 else lambda: None) for i in range(6))
+
+
+class Sent:
+    """Holds up the backward of each round's first layer until gradients of its last layers are on their way.
+
+    In the last round, the optimizer must have begun to step, too.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.closed: list[float] = []
+        self.stepped: list[tuple[int, float]] = []
+        """Number of the update, and when one of its calls began."""
+        self._begun: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self._gates: Counter[int] = Counter()
+        real_send, real_close = engine_worker.GradientSender._send, engine_worker.Worker.close_slot
+        real_apply = BucketStepper._apply
+
+        def send(sender: Any, slot: Any, call: int, *args: Any) -> None:
+            real_send(sender, slot, call, *args)
+            if len(slot.layers) == 6:  # not in the first window, in which each call has a slot of its own
+                self._begun[slot.round, call].append(sender.device.gradients_down.record())
+
+        def close_slot(worker: Any, slot: Any, *args: Any) -> None:
+            self.closed.append(time.perf_counter())
+            real_close(worker, slot, *args)
+
+        def apply(stepper: BucketStepper, step: Any, *args: Any) -> None:
+            self.stepped.append((step.number, time.perf_counter()))
+            real_apply(stepper, step, *args)
+
+        patch.setattr(engine_worker.GradientSender, "_send", send)
+        patch.setattr(engine_worker.Worker, "close_slot", close_slot)
+        patch.setattr(BucketStepper, "_apply", apply)
+
+    def gate(self) -> None:
+        microbatch = int(threading.current_thread().name.removeprefix("roundpipe-microbatch"))
+        planned = self._gates[microbatch]
+        self._gates[microbatch] += 1
+        for call in (5, 4) if planned else ():
+            begun = self._begun[microbatch, call]
+            until(lambda: len(begun) >= planned and begun[planned - 1].done(), f"call {call} waits for the round's end")  # noqa: B023
+        if planned and microbatch == MICROBATCHES - 1:
+            until(lambda: planned + 1 in {number for number, _ in self.stepped}, "the optimizer waits for the end")
+
+    def __deepcopy__(self, memo: Any) -> Sent:
+        return self
 
 
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bfloat16"}], ids=str)
 def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In each round, and the optimizer steps the last layers before the last slot is closed."""
-    closed: list[float] = []
-    stepped: list[tuple[int, float]] = []
-    worker = engine_worker.Worker
-    real_close, real_apply = worker.close_slot, BucketStepper._apply
-
-    def close_slot(self: Any, slot: Any, *args: Any) -> None:
-        closed.append(time.perf_counter())
-        real_close(self, slot, *args)
-
-    def apply(self: BucketStepper, step: Any, *args: Any) -> None:
-        stepped.append((step.number, time.perf_counter()))
-        real_apply(self, step, *args)
-
-    monkeypatch.setattr(worker, "close_slot", close_slot)
-    monkeypatch.setattr(BucketStepper, "_apply", apply)
+    sent = Sent(monkeypatch)
     strategy = ours(
         num_microbatches=MICROBATCHES,
-        layers=["Slow"],
+        layers=["Gated"],
         plan="forward none; fused 0-5; backward none; round 1",
         **options,
     )
     torch.manual_seed(0)
     batches = [torch.randn(MICROBATCHES, WIDTH) for _ in range(3)]
-    harness.run(strategy, SlowModel(), batches, devices=2, watch=False)
+    harness.run(strategy, GatedModel(sent.gate), batches, devices=2, watch=False)
     report = strategy.report()
     for slot in report["slots"]:
         rows = [row for row in report["events"] if row["slot"] == slot["slot"]]
@@ -134,7 +170,7 @@ def test_gradients_leave_while_their_round_runs(options: dict[str, Any], monkeyp
         left = {row["call"]: row["start_s"] for row in rows if row["kind"] == "download_gradients"}
         assert left.keys() == set(range(6))
         assert left[5] < last and left[4] < last, f"gradients of round {slot['round']} wait for its end"
-    assert min(when for number, when in stepped if number == stepped[-1][0]) < closed[-1]
+    assert min(when for number, when in sent.stepped if number == len(batches)) < max(sent.closed)
 
 
 def test_gradients_of_a_call_are_added_in_the_order_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

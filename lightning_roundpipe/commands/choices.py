@@ -48,6 +48,7 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
     "bf16-true": torch.bfloat16,
     "16-mixed": torch.float16,
     "16-true": torch.float16,
+    "fp8": torch.bfloat16,
 }
 """Compute dtype of each precision."""
 

@@ -131,6 +131,11 @@ def _notes(found: Outlook) -> list[str]:
             f"Counted as if all were in 16 bits, as {wish.precision.replace('mixed', 'true')} has it; {wish.precision} "
             "keeps norms, embeddings and what goes from layer to layer in fp32."
         )
+    if wish.precision == "fp8":
+        lines.append(
+            "Counted as precision=bf16-true with compiled linear layers of torchao.float8 (the output layer stays in "
+            "bf16): weights travel in bf16."
+        )
     if parameters.packed:
         lines += _packed(found)
     elif parameters.frozen and parameters.compute_bytes < 4:

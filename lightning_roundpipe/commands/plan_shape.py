@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.command_line import Settings
+from lightning_roundpipe.commands.machines import AUTO
 from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
@@ -118,6 +119,9 @@ class ModelShape:
         config, self.quantization = read_config(model, wish.model_settings)
         if self.quantization is not None and wish.lora == "none":
             raise ValueError(_untrained(model, self.quantization))
+        self._fp8 = wish.precision == "fp8"
+        if self._fp8:
+            _refuse_without_fp8(wish, hardware)
         self.configured = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
         self.longest = self.configured
         if wish.max_positions is not None:
@@ -151,7 +155,7 @@ class ModelShape:
             trained, frozen, weights[0].element_size(), bool(wish.staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
             any(weight.dim() == 3 for weight in self._packed), wish.machines, wish.optimizer_state,
-            shares=wish.precision.startswith("bf16") and not wish.staleness and wish.machines == 1,
+            shares=wish.precision.startswith(("bf16", "fp8")) and not wish.staleness and wish.machines == 1,
             by_layer=_goes_by_layer(wish),
         )  # fmt: skip
 
@@ -220,8 +224,9 @@ class ModelShape:
 
     def _estimate(self, device: Hardware, **batch: Tensor) -> Costs:
         return estimate_costs(
-            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self.experts_in_turn
-        )
+            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self.experts_in_turn,
+            fp8=self._fp8,
+        )  # fmt: skip
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
         """Return the rules of a simulation: times of the host, of copies, of updates and of the network.
@@ -258,13 +263,33 @@ def _untrained(model: str, quantization: Quantization) -> str:
     )
 
 
+def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
+    """Refuse ``precision=fp8`` for devices without such products, and with adapters."""
+    if wish.hardware == AUTO:
+        raise ValueError(
+            "precision=fp8: hardware=auto does not measure fp8 products. Add their rate to the file that it writes "
+            "(flops.fp8), and plan with hardware=FILE."
+        )
+    if lacking := [kind.kind for kind in hardware.kinds or (hardware,) if "fp8" not in kind.flops]:
+        raise ValueError(
+            f"precision=fp8: {' and '.join(lacking)} has no rate of fp8 products (flops.fp8). GPUs before Ada and "
+            "Hopper cannot multiply in fp8: plan with precision=bf16-mixed. For other GPUs, add the rate to a file: "
+            "hardware=FILE."
+        )
+    if wish.lora != "none":
+        raise ValueError(
+            f"precision=fp8 with lora={wish.lora}: torchao.float8 also computes gradients of frozen weights, which "
+            "takes longer than bf16. Leave one of them out."
+        )
+
+
 def _goes_by_layer(wish: Wish) -> bool:
     """Return whether the optimizer steps a layer as soon as its gradients are complete, in one round of microbatches.
 
     Clipping and loss scaling need all gradients first, and so do sums over machines. Under ``*-true`` precisions, steps
     do not overlap.
     """
-    scaled = wish.precision.startswith("16-") or wish.precision in ("bf16-true", "64-true")
+    scaled = wish.precision.startswith("16-") or wish.precision in ("bf16-true", "64-true", "fp8")
     return not (scaled or wish.gradient_clip_val or wish.machines > 1)
 
 

@@ -62,11 +62,14 @@ class Recorder:
             self.nominal_seconds[kind, microbatch, call].append(seconds)
 
     def stalls(self, origin: float) -> list[dict[str, Any]]:
-        """Return the finished stalls, with times in seconds from ``origin`` as in `rows`."""
+        """Return the finished stalls, with times in seconds from ``origin`` as in `rows`.
+
+        What lies before ``origin``, beside the step before, is left out.
+        """
         return [
-            {"worker": worker, "start_s": start.time() - origin, "end_s": end.time() - origin}
+            {"worker": worker, "start_s": max(0.0, start.time() - origin), "end_s": end.time() - origin}
             for worker, start, end in self._waits
-            if end.done()
+            if end.done() and end.time() > origin
         ]
 
     def nbytes(self, kinds: tuple[str, ...], workers: int) -> list[int]:

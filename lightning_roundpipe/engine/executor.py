@@ -524,7 +524,8 @@ class Executor:
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
-        lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
+        parts = [part for of_output in gradients for part in of_output if part.event is not None]
+        lent = {address_of(a.tensor) for a in (*inputs, *parts)}  # memory that others get next
         found = [parts[0].tensor if parts else None for parts in sink.parts]
         found = [g.clone() if g is not None and address_of(g) in lent else g for g in found]
         given = [g for g in found if g is not None]

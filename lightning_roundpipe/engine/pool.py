@@ -164,6 +164,8 @@ class Pool:
 
     def _reset(self, scope: CancelScope) -> bool:
         def reset() -> None:
+            for worker in self.workers:
+                worker.stop_uploads()
             for device in self.devices:
                 device.reset()
             for worker in self.workers:

@@ -72,7 +72,7 @@ class Step:
             carry=frozenset(plan.carry if plan is not None else ()),
             thread_state=context.thread_state(),
             recorder=Recorder(),
-            scope=CancelScope(self._failed, before.spec.scope if before is not None else None),
+            scope=CancelScope(self._failed),
         )
         self.slots = self._make_slots()
         self.microbatches: list[Microbatch] = []
@@ -81,6 +81,8 @@ class Step:
         self.retries_before = [device.allocation_retries() for device in context.pool.devices]
         self._tasks: list[Task[None]] = []
         self._running = count
+        if before is not None:  # which may fail at any time, and this step with it, so this comes last
+            self.spec.scope.follow(before.spec.scope)
 
     def _make_slots(self) -> StepSlots:
         plan, context = self.plan, self.context

@@ -448,13 +448,17 @@ class Worker:
         self._replicas.clear()
         self._in_flight = InFlight()
 
+    def stop_uploads(self) -> None:
+        """After a failure, drop the uploads to come. None is enqueued any more, by the optimizer's thread either."""
+        for memory in (self.planned, self.spare):
+            memory.uploads.forget()
+
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""
         self.turns.clear()
         self.room.taken, self.copying = 0, []
         self.carrying.clear()
         for memory in (self.planned, self.spare):
-            memory.uploads.forget()
             memory.arena.abandon()
             memory.last = None
         self.forget()

@@ -56,6 +56,9 @@ _LIKE = {
 _SUMS_IN_FP32 = (aten.mm.dtype, aten.addmm.dtype_out)
 """Products whose dtype differs from that of their factors."""
 
+_OF_LINEAR = (aten.mm.default, aten.addmm.default)
+"""Products of linear layers. Their last two arguments are the factors."""
+
 _FOUR_BITS = ("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit")
 """Products with a packed weight, whose shape is their third argument. Each counts as writing a copy of the weight in
 the dtype of the other factor, and a product with that copy: bitsandbytes does so for many rows."""
@@ -124,6 +127,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scopes = [Work()]
         self.times = 1
         """Number of runs that each operation stands for."""
+        self.fp8 = False
+        """Whether products of linear layers in bf16 count in fp8, as ``torchao.float8`` computes them."""
 
     @property
     def work(self) -> Work:
@@ -162,7 +167,23 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.add(flops, read + written, _summed_in_fp32(form), _filling(*args, **kwargs))
             else:
                 made = written if func._overloadpacket in flop_registry else 0
+                if self._is_fp8(func, args):
+                    form, read = "fp8", read - self._cast(args[-2:])
                 self.add(_flops(func, args, kwargs, out), read + written, form, made=made)
+
+    def _is_fp8(self, func: Any, args: Any) -> bool:
+        return self.fp8 and func in _OF_LINEAR and args[-1].dtype is torch.bfloat16
+
+    def _cast(self, factors: Iterable[Tensor]) -> int:
+        """Count the casts of a product's factors, and return the bytes that the product reads less than in bf16.
+
+        Each cast is two fused kernels: one reads the factor for its largest value, and one writes it in fp8.
+        """
+        for factor in factors:
+            self.add(0.0, _touched(factor), "bf16")
+            self.add(0.0, _touched(factor) * 3 // 2, "bf16")
+            self._scopes[-1].operations += 2 * self.times
+        return sum(map(_touched, factors)) // 2
 
     def add(
         self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False, made: int = 0
@@ -206,6 +227,8 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
         grouped = "grouped_mm" in func._schema.name
         memory = self._scopes[-1].memory
         copies = self._unpack(func, args, kwargs)
+        if self._is_fp8(func, args):
+            copies += sum(factor.numel() for factor in args[-2:])
         memory.allocate(copies)
         out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
         self._hold(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))

@@ -19,9 +19,12 @@ from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.updates import ADAMW_BYTES, PIECE_BYTES, UpdateModel
 
-Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "fp8"]
+"""Lightning's flags, and ``fp8``: ``bf16-true`` with the linear layers of ``torchao.float8``."""
 
-Format = Literal["fp32", "bf16", "fp16"]
+Format = Literal["fp32", "bf16", "fp16", "fp8"]
+
+_NEEDED_FORMATS = ("fp32", "bf16", "fp16")
 
 _OPTIONAL = ("memory", "attention_efficiency", "optimizer_bandwidth", "uplink")
 _COUNTS = ("workers", "uplink_devices")
@@ -40,7 +43,8 @@ class Hardware:
     Args:
         title: what people call it.
         workers: how many devices there are.
-        flops: floating point operations a second of dense matrix products, by number format.
+        flops: floating point operations a second of dense matrix products, by number format. Devices without products
+            of fp8 lack that one.
         memory: bytes of a device; None: no limit.
         memory_bandwidth: bytes a second that a device reads and writes.
         upload: bytes a second from the host to a device.
@@ -223,8 +227,10 @@ def _value(name: str, value: Any) -> Any:
     if value is None and name in _OPTIONAL:
         return None
     if name == "flops":
-        if not isinstance(value, Mapping) or set(value) != set(get_args(Format)):
-            raise ValueError(f"flops={value!r} must have a number for each of {', '.join(get_args(Format))}.")
+        if not isinstance(value, Mapping) or not set(_NEEDED_FORMATS) <= set(value) <= set(get_args(Format)):
+            raise ValueError(
+                f"flops={value!r} must have a number for each of {', '.join(_NEEDED_FORMATS)}, and may have fp8."
+            )
         return {form: _value(f"flops.{form}", rate) for form, rate in value.items()}
     if name in ("memory", "host_memory"):
         return parse_bytes(value, name)

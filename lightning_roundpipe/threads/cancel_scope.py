@@ -25,10 +25,9 @@ class CancelScope:
 
     Args:
         on_failure: called once, in the failing thread, to wake threads that wait for a device.
-        before: scope of the step before, if that is still in flight. Its failure fails this scope too.
     """
 
-    def __init__(self, on_failure: Callable[[], None] = lambda: None, before: CancelScope | None = None) -> None:
+    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
         self.error: BaseException | None = None
         """The first error, until it is raised."""
         self.failed = False
@@ -37,16 +36,16 @@ class CancelScope:
         self._lock = threading.Lock()
         self._waiters: set[Waiter] = set()
         self._on_failure = on_failure
-        self._before = before
+        self._before: CancelScope | None = None
         self._after: CancelScope | None = None
-        if before is not None:
-            before._lead(self)
 
-    def _lead(self, after: CancelScope) -> None:
-        with self._lock:
-            self._after, error = after, self.error
+    def follow(self, before: CancelScope) -> None:
+        """Fail with the scope of the step before, which is in flight: at once if that has failed already."""
+        self._before = before
+        with before._lock:
+            before._after, error = self, before.error
         if error is not None:
-            after.fail(error)
+            self.fail(error)
 
     def part(self) -> None:
         """Drop the reference to the step before, which is over."""

@@ -9,26 +9,30 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from patience import join, longer_each_try, start
+from patience import PATIENCE_S, join, start
 
 from lightning_roundpipe.devices import Device, emulated_work, intraop_threads
 
 MakeAll = Callable[..., list[Device]]
 
 
-def most_at_once(devices: list[Device], work: Callable[[float], object], times: float) -> int:
-    """How many of one thread per device were seen inside ``acquire_core`` at the same time."""
+def most_at_once(devices: list[Device], work: Callable[[float], object], expected: int) -> int:
+    """How many of one thread per device were seen inside ``acquire_core`` at the same time.
+
+    Each stays, with ``work``, until ``expected`` have been, and a little longer.
+    """
     inside, most, lock = 0, 0, threading.Lock()
-    together = threading.Barrier(len(devices))
 
     def run(device: Device) -> None:
         nonlocal inside, most
-        together.wait()
         with device.acquire_core():
             with lock:
                 inside += 1
                 most = max(most, inside)
-            work(0.05 * times)
+            deadline = time.monotonic() + PATIENCE_S
+            while most < expected and time.monotonic() < deadline:
+                work(0.005)
+            work(0.02)
             with lock:
                 inside -= 1
 
@@ -37,15 +41,14 @@ def most_at_once(devices: list[Device], work: Callable[[float], object], times: 
 
 
 @pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (4, 1, 4), (8, 8, 4)])
-@longer_each_try
 def test_layers_share_the_cores_of_all_devices(
-    make_all: MakeAll, monkeypatch: pytest.MonkeyPatch, cores: int, intra_op: int, permits: int, times: float
+    make_all: MakeAll, monkeypatch: pytest.MonkeyPatch, cores: int, intra_op: int, permits: int
 ) -> None:
     monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
     torch.set_num_threads(intra_op)
     devices = make_all(4) + make_all(4)  # of two strategies, even
-    assert most_at_once(devices, time.sleep, times) == permits
-    assert most_at_once(devices, emulated_work, times) == 8
+    assert most_at_once(devices, time.sleep, permits) == permits
+    assert most_at_once(devices, emulated_work, 8) == 8
 
 
 def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_all: MakeAll) -> None:
@@ -57,7 +60,7 @@ def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_al
             pass
     emulated_work(0.05)  # outside of a layer too
     assert time.monotonic() - started >= 0.1
-    assert most_at_once([device], time.sleep, 1.0) == 1
+    assert most_at_once([device], time.sleep, 1) == 1
 
 
 def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:

@@ -10,10 +10,13 @@ import stress
 import torch
 from fake_cuda import FakeEvent, FakeStream
 from happens_before import HappensBefore, races
+from torch import Tensor
 
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaStream
+from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.arenas import address_of
 from lightning_roundpipe.updates import bucket_stepper
 
 PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
@@ -70,6 +73,29 @@ def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkey
     with races(shared=True) as found:
         stress.train(CASES["overlapping"], **options)
     assert_no_races(found)
+
+
+def test_a_gradient_that_a_layer_hands_on_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer may return the gradient of its output as that of its input. The stream of uploads uses its memory again,
+    without waiting for what computes with the gradient next.
+    """
+    real, handed_on = Executor.backward, []
+
+    def forward(self: Any, h: Tensor, keep: Tensor) -> Tensor:
+        return h + keep * torch.tanh(self.lin(h.detach()))
+
+    def backward(self: Any, call: Any, slot: Any, inputs: Any, gradients: Any, *rest: Any) -> Any:
+        uploaded = {address_of(part.tensor) for parts in gradients for part in parts if part.event is not None}
+        found = real(self, call, slot, inputs, gradients, *rest)
+        handed_on.extend(address_of(gradient) in uploaded for gradient in found if uploaded and gradient is not None)
+        return found
+
+    monkeypatch.setattr(Executor, "backward", backward)
+    monkeypatch.setattr(stress.Block, "forward", forward)
+    with races(shared=True) as found:
+        stress.train(CASES["overlapping"])
+    assert_no_races(found)
+    assert handed_on and not any(handed_on)
 
 
 # ------------------------------------------------------------------------------------- what is taken out shows

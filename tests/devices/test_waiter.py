@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from lightning_roundpipe.devices.waiter import Waiter
 
@@ -18,7 +19,7 @@ def wait_twice(waiter: Waiter, seconds: float | None) -> None:
             assert waiter.wait_for(seconds)
 
 
-@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("seconds", [None, PATIENCE_S])
 @pytest.mark.parametrize("wakes", [1, 2, 3])
 def test_wakes_and_waits_in_any_order(wakes: int, seconds: float | None) -> None:
     for _ in range(200):
@@ -28,7 +29,7 @@ def test_wakes_and_waits_in_any_order(wakes: int, seconds: float | None) -> None
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 
@@ -44,11 +45,11 @@ class WokenBeforeItParks(list[Any]):
         super().append(bell)
 
 
-@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("seconds", [None, PATIENCE_S])
 def test_a_wake_just_before_the_waiter_has_parked(seconds: float | None) -> None:
     waiter = Waiter()
     waiter._parked = WokenBeforeItParks(waiter)
     thread = threading.Thread(target=wait_twice, args=(waiter, seconds), daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import zoo
 from harness import ours, run
+from patience import longer_each_try
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.events import EventSource, Recorder, bubble_percent
@@ -39,6 +40,14 @@ def test_rows_are_sorted_and_count_from_the_origin() -> None:
     }  # fmt: skip
 
 
+def test_what_a_worker_waited_before_the_step_began_is_no_stall_of_it() -> None:
+    """It was counted, so that a step behind a slow update waited for more than 100 % of its time."""
+    recorder = Recorder()
+    for start, end in ((8.0, 9.0), (9.5, 10.5), (11.0, 12.0)):
+        recorder.waited(0, At(start), At(end))
+    assert [(row["start_s"], row["end_s"]) for row in recorder.stalls(10.0)] == [(0.0, 0.5), (1.0, 2.0)]
+
+
 def test_the_bubble_is_what_workers_do_not_compute() -> None:
     def row(kind: str, start: float, end: float) -> dict[str, object]:
         return {"kind": kind, "start_s": start, "end_s": end}
@@ -48,8 +57,9 @@ def test_the_bubble_is_what_workers_do_not_compute() -> None:
     assert bubble_percent([row("forward", 1, 1)], 1) == 0.0
 
 
-def test_the_report_counts_waits_for_copies() -> None:
-    strategy = ours(num_microbatches=2, emulation={"bandwidth": "100KB"})
+@longer_each_try
+def test_the_report_counts_waits_for_copies(times: float) -> None:
+    strategy = ours(num_microbatches=2, emulation={"bandwidth": 100_000 / times})
     run(strategy, zoo.make_module("mlp"), zoo.make_batches("mlp", 3), devices=2)
     assert strategy.report()["stall_pct"] > 10
 

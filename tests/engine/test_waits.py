@@ -60,7 +60,6 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     monkeypatch.setattr(BucketStepper, "_apply", apply)
-    monkeypatch.setattr(stress, "WATCHDOG", 10.0)
 
 
 def noticed(case: Case, where: str = "", line: str = "") -> list[str]:
@@ -69,6 +68,7 @@ def noticed(case: Case, where: str = "", line: str = "") -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if where:
             take_out(patch, where, line)
+            patch.setattr(stress, "WATCHDOG", 10.0)  # a step that hangs is noticed
         try:
             with Ordering() as ordering:
                 run = stress.train(case)

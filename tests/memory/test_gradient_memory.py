@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ours, run
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import Emulation
@@ -113,7 +114,7 @@ def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
         real_step(self, *args)
 
     def make_room(self: HostGradSums, scope: CancelScope) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while self._pool.keeps and self._pool.draining is None and time.monotonic() < end:
             time.sleep(0.001)
         real_room(self, scope)
@@ -172,7 +173,7 @@ def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
     pool.draining = step = _Step()
     thread = waiting(pool)
     pool.give(held, layout, None, lent=False)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     pool.take(layout)
     step.has_ready = False
@@ -190,6 +191,6 @@ def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     batch = StepGradients([], [], 1.0, readiness)
     step: Any = SimpleNamespace(batch=batch, keeps=False, outside=frozenset(), number=1)
     updates.stepper._finish(step, layer.bucket)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     updates.close()
     assert not thread.is_alive()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from host_gradients import host_gradients
+from patience import longer_each_try
 from torch import Tensor, nn
 from without import take_out
 
@@ -106,29 +107,42 @@ WAITS = [
 ]
 
 
-@pytest.mark.parametrize("part", [None, 2**15], indirect=True)
-@pytest.mark.parametrize("wait", [None, *WAITS], ids=lambda wait: str(wait and wait[1]))
-def test_each_wait_is_needed(
-    device: Device,
-    reduction: Reduction,
-    monkeypatch: pytest.MonkeyPatch,
-    wait: tuple[str, str] | None,
-    part: int | None,
-) -> None:
-    """Downloads are slow here (`device`), and so is adding."""
+def _sum_of(rounds: tuple[float, ...], reduction: Reduction, times: float, adding_s: float) -> list[float]:
+    """The numbers of a sum of gradients whose downloads take 4 ms, and whose additions take ``adding_s``."""
+    [device] = make_devices("cpu", [torch.device("cpu")], Emulation(poison=True, bandwidth=1e7 / times))
     real = grad_buffers._Landing.add_to
 
     def late(self: Any, *args: Any) -> None:
-        time.sleep(0 if wait == WAITS[0] else 0.05)
+        time.sleep(adding_s * times)
         real(self, *args)
 
-    monkeypatch.setattr(grad_buffers._Landing, "add_to", late)
-    if wait is not None:
-        take_out(monkeypatch, *wait)
-    layer = _layer(device, torch.zeros(20_000))
-    rounds: list[list[Tensor | None]] = [[torch.full((20_000,), float(value))] for value in (1, 2, 4)]
-    [taken] = _send(host_gradients(layer, device, reduction), device, rounds).values()
-    assert (taken.unique().tolist() == [7.0]) == (wait is None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_buffers._Landing, "add_to", late)
+        layer = _layer(device, torch.zeros(20_000))
+        given: list[list[Tensor | None]] = [[torch.full((20_000,), value)] for value in rounds]
+        try:
+            [taken] = _send(host_gradients(layer, device, reduction), device, given).values()
+            device.gradients_down.synchronize()
+        finally:
+            device.close()
+    found: list[float] = taken.unique().tolist()
+    return found
+
+
+@pytest.mark.parametrize("part", [None, 2**15], indirect=True)
+@pytest.mark.parametrize("adding_s", [0.0, 0.05])
+def test_a_sum_has_all_rounds_however_late_they_are(reduction: Reduction, part: int | None, adding_s: float) -> None:
+    assert _sum_of((1.0, 2.0, 4.0), reduction, 1.0, adding_s) == [7.0]
+
+
+@pytest.mark.parametrize("part", [None, 2**15], indirect=True)
+@pytest.mark.parametrize("wait", WAITS, ids=lambda wait: str(wait[1]))
+@longer_each_try
+def test_each_wait_is_needed(reduction: Reduction, wait: tuple[str, str], part: int | None, times: float) -> None:
+    """Downloads are slow here, and so is adding, or the numbers may be right without a wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        take_out(patch, *wait)
+        assert _sum_of((1.0, 2.0, 4.0), reduction, times, 0.0 if wait == WAITS[0] else 0.05) != [7.0]
 
 
 @pytest.mark.parametrize(("dtype", "narrowed"), [(torch.bfloat16, False), (torch.float32, True)])

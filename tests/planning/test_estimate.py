@@ -18,10 +18,10 @@ from lightning_roundpipe.planning.profile import Hardware
 SLOW_MEMORY: Hardware = replace(read_machine("rtx4090x8"), memory_bandwidth=1.0, memory_efficiency=1.0, kernel_s=0.0)
 """A second a byte."""
 SLOW_ARITHMETIC: Hardware = replace(
-    read_machine("rtx4090x8"), flops={"fp32": 1.0, "bf16": 1.0, "fp16": 0.5}, matmul_efficiency=1.0,
+    read_machine("rtx4090x8"), flops={"fp32": 1.0, "bf16": 1.0, "fp16": 0.5, "fp8": 2.0}, matmul_efficiency=1.0,
     attention_efficiency=None, kernel_s=0.0,
 )  # fmt: skip
-"""A second an operation, two in fp16."""
+"""A second an operation, two in fp16, half of one in fp8."""
 
 
 def meta(*sizes: int, **options: Any) -> torch.Tensor:
@@ -74,6 +74,32 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return type("Output", (), {"loss": self.head(x).float().log_softmax(-1).mean()})
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_linear_layers_in_fp8_cost_fewer_operations_and_casts() -> None:
+    """All three products of a linear layer, each with casts of both factors; not the output layer's."""
+    with torch.device("meta"):
+        model = Model(frozen=False).bfloat16()
+    layers = {**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "head": model.head}
+    batch = {"x": meta(64, 16, dtype=torch.bfloat16)}
+
+    def costs(hardware: Hardware, fp8: bool) -> Any:
+        return estimate_costs(model, layers, batch, hardware, fp8=fp8)
+
+    for (found, before), share in zip(
+        zip(costs(SLOW_ARITHMETIC, True), costs(SLOW_ARITHMETIC, False), strict=True), (0.5, 0.5, 0.5, 1), strict=True
+    ):
+        assert found.forward_s == pytest.approx(share * before.forward_s, rel=1e-2)
+        assert found.backward_s == pytest.approx(share * before.backward_s, rel=1e-2)
+        assert found.weight_bytes == before.weight_bytes
+    x, weight = 64 * 16, 16 * 16
+    block, *_, head = costs(SLOW_MEMORY, True)
+    assert block.forward_s == 5 * (x + weight) + (x + weight) + 2 * x
+    assert block.backward_s == 5 * 2 * x + 2 * x + 2 * weight  # of the weights; the input has no gradient
+    assert head == costs(SLOW_MEMORY, False).calls[-1]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -70,18 +70,6 @@ def test_the_page_has_the_table_of_the_benchmark() -> None:
     assert median(errors) <= 0.04 and max(errors) <= 0.20
 
 
-# -- benchmarks/bench_memory_limit.py ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_limit_of_memory_costs_little() -> None:
-    script("benchmarks/bench_validation.py")  # which it imports
-    bench = script("benchmarks/bench_memory_limit.py")
-    rows = [bench.compare(row) for row in bench.rows()]
-    assert len(rows) == 10 and min(row.within / row.free for row in rows) > 0.9
-
-
 # -- docs/large-models.md ----------------------------------------------------------------------------------------------
 
 

@@ -31,8 +31,7 @@ from paper_bubble import find_bubble
 from paper_cases import Case, read_cases
 from paper_schedules import run_case
 
-PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
-CASES = {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
+CASES = {case.model: case for case in read_cases() if case.schedule == "roundpipe"}
 
 
 @pytest.fixture(autouse=True)

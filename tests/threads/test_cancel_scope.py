@@ -13,6 +13,13 @@ from patience import join, start, until
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
 
+
+def _after(first: CancelScope) -> CancelScope:
+    second = CancelScope()
+    second.follow(first)
+    return second
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
@@ -70,16 +77,16 @@ def test_a_failure_at_any_moment_leaves_nobody_behind(seed: int) -> None:
 
 def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round() -> None:
     first = CancelScope()
-    second = CancelScope(before=first)
+    second = _after(first)
     second.fail(ValueError("second"))
     assert not first.failed
     first, error = CancelScope(), ValueError("first")
-    second = CancelScope(before=first)
+    second = _after(first)
     first.fail(error)
     assert second.failed and second.error is error
-    assert CancelScope(before=first).failed, "one that comes later"
+    assert _after(first).failed, "one that comes later"
     first = CancelScope()
-    second = CancelScope(before=first)
+    second = _after(first)
     first.progress += 3
     second.progress += 1
     assert second.moved == 4

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import join, start
+from patience import PATIENCE_S, join, start
 
 from lightning_roundpipe.devices.thread_owner import _stash
 from lightning_roundpipe.threads.task_thread import TaskThread
@@ -38,7 +38,7 @@ def test_what_is_submitted_during_a_turn_runs_after_it(thread: TaskThread) -> No
 def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
     inside: list[int] = []
     most = [0]
-    ways = {"here": 0, "there": 0}
+    submitted = threading.Event()
 
     def function() -> None:
         inside.append(1)
@@ -50,19 +50,23 @@ def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
         drawn = random.Random(100 * seed + number)
         for _ in range(100):
             if thread.take_turn():
-                ways["here"] += 1
                 try:
                     function()
                 finally:
                     thread.end_turn()
             else:
-                ways["there"] += 1
+                submitted.set()
                 thread.submit(function).waiter.wait()
             time.sleep(drawn.random() * 0.0002)
 
-    join(start(*(lambda number=number: work(number) for number in range(4))))  # type: ignore[misc]
+    assert thread.take_turn()
+    threads = start(*(lambda number=number: work(number) for number in range(4)))  # type: ignore[misc]
+    assert submitted.wait(PATIENCE_S), "nobody submits while the turn is taken"
+    thread.end_turn()
+    join(threads)
+    assert thread.take_turn(), "the turn was not given back"
+    thread.end_turn()
     assert most == [1]
-    assert min(ways.values())
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
