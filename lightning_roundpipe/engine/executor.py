@@ -330,7 +330,7 @@ class Executor:
         could = worker.wait_for_weights(slot, layer, events, runner)
         tensors = self._arrived(inputs, runner)
         if could is not None:
-            slot.recorder.waited(worker.index, could, self.device.compute.record(timed=True))
+            slot.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
         return tensors
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
@@ -449,7 +449,7 @@ class Executor:
             end = compute.record(timed=True)
         runner.scope.check()
         where = EventSource(slot.index, slot.phase, call.index, layer.name)
-        slot.recorder.add(kind, self.worker.index, start, end, call.microbatch, 0, where)
+        slot.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""

@@ -181,8 +181,8 @@ class Planner:
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
             return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
         for worker in self._workers:
-            own = worker.index if isinstance(limit, tuple) else None
-            budget = limit[worker.index] if isinstance(limit, tuple) else limit
+            own = worker.device.index if isinstance(limit, tuple) else None
+            budget = limit[worker.device.index] if isinstance(limit, tuple) else limit
             worker.reserve(reserved_within(plan, costs, workers, budget, worker.device.lead_bytes, own))
         self._devices[0].reserve_host(boundary_bytes(plan, costs) + carried_bytes(plan, costs, workers))
         learned.trace, learned.costs, learned.plan = trace, costs, plan

@@ -176,7 +176,7 @@ class Worker:
     """
 
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
-        self.device, self.index = device, device.index
+        self.device = device
         self._baton, self._prefetch = baton, prefetch
         self.turns = SlotTurns(baton, self.close_slot)
         self.planned, self.spare = SlotMemory(device), SlotMemory(device)
@@ -329,7 +329,7 @@ class Worker:
                 end = stream.record(timed=True)
                 slot.gradients_free.append(end)
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
-                slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
+                slot.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
     def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Iterable[Event], runner: Runner) -> Event | None:
         """Have the compute stream wait for the upload of ``layer`` [2].
