@@ -40,7 +40,7 @@ class Shrink(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.batch:
             self.batch = -1
-            for device in trainer.strategy._engine.worker_pool.devices:
+            for device in trainer.strategy._engine.context.pool.devices:
                 device._ledger.limit = device.resident_bytes() + self.room
 
 
