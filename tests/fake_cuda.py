@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -45,6 +46,8 @@ class FakeEvent:
         self.timed = enable_timing
         self.stream: FakeStream | None = None
         self.at = 0.0
+        self.point: Counter[str] = Counter()
+        """What comes before it, if somebody follows; see `happens_before`."""
 
     def record(self, stream: FakeStream) -> None:
         refuse_if_dead()
@@ -102,6 +105,11 @@ def nothing(*args: object) -> Iterator[None]:
     yield
 
 
+def on_stream(stream: FakeStream) -> AbstractContextManager[None]:
+    """Entered by a thread whose current stream becomes ``stream``; see `happens_before`."""
+    return nullcontext()
+
+
 _current = threading.local()
 
 
@@ -134,7 +142,8 @@ def current_stream(stream: FakeStream | None) -> Iterator[None]:
     try:
         if stream is not None:
             set_device(stream.device)
-        yield
+        with on_stream(stream) if stream is not None else nullcontext():
+            yield
     finally:
         _current.stream = before
         if stream is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import zoo
 from harness import assert_identical, assert_same, halves, ours, per_call, run, single
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.torch_version import TorchVersion
 
 from lightning_roundpipe import RoundPipeWarning
@@ -123,6 +125,26 @@ def test_evaluation_runs_compiled_too() -> None:
     result = run(strategy, Module(), copy.deepcopy(given), val_batches=given, devices=2, callbacks=[counting])
     torch.testing.assert_close(result.metrics["val_loss"], plain.metrics["val_loss"])
     assert counting.forward == 2 + 1  # without gradients it is another code
+
+
+class Arenas(pl.Callback):
+    """The memory that workers hold in a step."""
+
+    roundpipe_looks_away = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        workers: list[Any] = trainer.strategy._engine.context.pool.workers
+        buffers = [worker.planned.arena.buffer for worker in workers]
+        self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
+
+
+def test_compiled_code_holds_no_memory() -> None:
+    """It was made with the weights of one moment."""
+    arenas = Arenas()
+    counting = Counting()
+    run(compiled(counting), Module(), batches(3), devices=2, callbacks=[arenas])
+    gc.collect()
+    assert arenas.memory and all(memory.expired() for memory in arenas.memory)
 
 
 class CompilesItsLoss(Module):

@@ -1,6 +1,7 @@
 """Ctrl-C at any time: training ends at once, in the way of plain Lightning, and nothing of it is left.
 
-The signal is sent at random moments.
+The signal is sent at random moments, which shows what timing can do, and, so that no line is left out by luck, when the
+main thread comes to a given line of the package.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
 import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import faulty
@@ -22,6 +27,9 @@ import lightning.pytorch as pl
 import pytest
 from faulty import BATCHES, MODULE, PLANTED
 
+import lightning_roundpipe
+
+PACKAGE = str(Path(lightning_roundpipe.__file__).parent)
 VALIDATION = harness.loader(BATCHES[:1])
 
 
@@ -133,3 +141,107 @@ def at_random_times(wanted: int, seed: int) -> None:
 @pytest.mark.timeout(1800)
 def test_at_random_times() -> None:
     at_random_times(20, seed=1)
+
+
+# ------------------------------------------------------------------------------------------- at any line of the package
+
+
+Site = tuple[str, str, int]
+"""A line of the package: file, function, number."""
+
+WORKING = {
+    "strategy.py": ("_start_engine", "_stop_engine"),
+    "engine.py": ("train_window", "_prepare", "_failing", "_drain", "_end", "settle", "_result_of"),
+    "step.py": ("run", "_begin", "_rest", "drain", "release", "finish"),
+    "pool.py": ("rest", "close", "_close_devices", "wait"),
+    "evaluation.py": ("begin", "start", "wait_for", "show", "end"),
+    "randomness.py": ("park", "restore"),
+    "sync.py": ("acquire", "release"),
+    "async_optimizer.py": ("begin", "submit", "settle"),
+    "report.py": ("report_of",),
+    "interception.py": ("install", "remove", "intercepted", "without_caches"),
+    "interrupts.py": ("interrupts_deferred", "install", "remove"),
+    "worker.py": ("close", "reserve"),
+    "emulated.py": ("close", "allocate", "free"),
+}
+"""Functions that must not be left in the middle: most of what the main thread does is none of these."""
+
+
+class Lines:
+    """Counts the lines of the package that the main thread comes to, and sends the signal at one of them.
+
+    Args:
+        at: the line, and how many times it is passed before.
+    """
+
+    def __init__(self, run: Interrupted, at: tuple[Site, int] | None = None) -> None:
+        self.seen: Counter[Site] = Counter()
+        self._run, self._at = run, at
+
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: Any, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or (self._at and self._at[0][1] != code.co_name):
+            return None
+        return self._line
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event != "line" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return self._line  # it may be thrown away half-way, as by any(): what is raised there Python only prints
+        site = (Path(frame.f_code.co_filename).name, frame.f_code.co_name, frame.f_lineno)
+        if self._at == (site, self.seen[site]) and not self._run.sent:
+            self._run.send()
+        self.seen[site] += 1
+        return self._line
+
+
+def working() -> list[Site]:
+    """A line of each function that must not be left in the middle."""
+    draw = random.Random(0)
+    functions = [(file, name) for file, names in WORKING.items() for name in names]
+    return [draw.choice([site for site in sites() if site[:2] == function]) for function in functions]
+
+
+@functools.cache
+def sites() -> dict[Site, int]:
+    """All lines of undisturbed runs, and how often they were passed: in each, or only a busy machine comes there."""
+    counted: list[Lines] = []
+
+    def counting(run: Interrupted) -> Lines:
+        counted.append(Lines(run))
+        return counted[-1]
+
+    for _ in range(2):
+        Interrupted().run(counting)
+    one, two = (lines.seen for lines in counted)
+    return dict(one & two)
+
+
+def at_lines(chosen: Sequence[Site], seed: int) -> None:
+    """A line that is passed while somebody waits is passed more or less often: then at an earlier time."""
+    draw = random.Random(seed)
+    sent = 0
+    for number, site in enumerate(chosen):
+        passed, run = sites()[site], Interrupted()
+        while passed and not run.sent:
+            passed = draw.randrange(passed)
+            trainer = run.run(lambda run, at=(site, passed): Lines(run, at))  # type: ignore[misc]
+            assert run.ended or not run.sent, f"{site}: nothing ended"
+        sent += bool(run.sent)
+        if number % 8 == 0:
+            trains_again(trainer)
+    assert sent > 0.8 * len(chosen), "there are lines that are not always passed, but not many"
+    faulty.assert_trains()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_wherever_the_engine_works_and_elsewhere() -> None:
+    at_lines([*working(), *random.Random(1).sample(sorted(sites()), 40)], seed=1)
