@@ -64,7 +64,7 @@ class Growth(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.at_rest = trimmed()
         engine = trainer.strategy._engine
-        self.on_devices = sum(device.resident_bytes() for device in engine.worker_pool.devices)
+        self.on_devices = sum(device.resident_bytes() for device in engine.context.pool.devices)
         self.in_flight = engine.context.gradients.pool.limit
 
 

@@ -87,7 +87,7 @@ class Reports(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.look()
         if batch_idx == 0 and self._bandwidth is not None:
-            for device in trainer.strategy._engine.worker_pool.devices:
+            for device in trainer.strategy._engine.context.pool.devices:
                 device._up._bandwidth = device._down._bandwidth = self._bandwidth
 
     def look(self) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def _nothing() -> None:
 
 
 def _report_of(engine: Engine | None, announcements: Announcements | None) -> Report:
-    found = engine.report() if engine is not None else Report()
+    found = engine.reports.latest() if engine is not None else Report()
     if found:
         found["planned_host_bytes"] = announcements.planned_host_bytes if announcements is not None else None
     return found
@@ -326,7 +326,7 @@ class RoundPipeStrategy(SeveralMachines):
                 self.setup_optimizers(trainer)
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
-            self._engine.windows_left = functools.partial(windows_left, trainer)
+            self._engine.planner.windows_left = functools.partial(windows_left, trainer)
             self._engine.within_window = self._stepping.is_within_window
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
@@ -376,7 +376,7 @@ class RoundPipeStrategy(SeveralMachines):
         Pending updates are applied first, and the gradients of an open accumulation window are kept.
         """
         module, engine = self._running()
-        if not engine.structure.has_changed():
+        if not engine.model.structure.has_changed():
             return
         rank_zero_info(
             "roundpipe: the model is made of other modules or parameters than before (pruning, a parametrization or an "
@@ -384,7 +384,7 @@ class RoundPipeStrategy(SeveralMachines):
         )
         if engine.context.exchange is not None:
             engine.context.exchange.refuse_rebuilding()
-        stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
+        stepping, seed, uploaded = self._stepping, self._seed, engine.reports.weights_uploaded
         gradients = stepping.keep_gradients() if stepping is not None else {}
         self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
         strays = [(p, p.data) for layer in engine.model.layers for flat in layer.weights.flats for p in flat.strays()]
@@ -395,7 +395,7 @@ class RoundPipeStrategy(SeveralMachines):
             del memory
         del strays
         self._accumulated, self._seed = gradients | self._accumulated, seed
-        self._running()[1].weights_uploaded = uploaded
+        self._running()[1].reports.weights_uploaded = uploaded
         if self._stepping is not None:
             self._stepping.started()
 
@@ -623,7 +623,7 @@ class RoundPipeStrategy(SeveralMachines):
         else:
             precision = self.precision_plugin.precision
             lines = [f"{name_devices(engine)}, {precision}, {plural(len(engine.model.layers), 'layer')}"]
-        plan = str(engine.learned.plan or "") if engine is not None else self._last_report.get("plan")
+        plan = str(engine.context.learned.plan or "") if engine is not None else self._last_report.get("plan")
         return "\n  ".join([repr(self), *lines, f"plan: {plan or 'none yet, the first batch shows what it needs'}"])
 
     @property

@@ -7,15 +7,16 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from large_runs import watched
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -215,64 +216,36 @@ class Broad(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Anonymous(threading.Thread):
-    """The most memory of this process that is no file's, in bytes, until `end`."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most, self._over = 0, threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(0.002):
-            self.most = max(self.most, self.now())
-
-    def end(self) -> int:
-        self._over.set()
-        self.join()
-        return self.most
-
-    @staticmethod
-    def now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
 def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
     """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes."""
-    path, grew = folder.parent / "broad.ckpt", 0
-    loaded, anonymous = 0, Anonymous()
+    path, loading, saving = folder.parent / "broad.ckpt", ExitStack(), {"peak": 0}
 
     class SavesAtTheEnd(pl.Callback):
         roundpipe_passive_hooks = ("on_train_batch_end",)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            nonlocal loaded
-            loaded = anonymous.end() if resume else 0
+            loading.close()
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            nonlocal grew
             if resume:
                 trainer.strategy._running()[1].settle()  # the first update copies the state
                 assert path.name not in Path("/proc/self/maps").read_text(), "the file is still in use"
             elif batch_idx == 2:
                 trainer.strategy._running()[1].settle()
-                before, saving = Anonymous.now(), Anonymous()
-                saving.start()
-                trainer.save_checkpoint(path)
-                grew = saving.end() - before
+                with watched() as found:
+                    trainer.save_checkpoint(path)
+                saving.update(found)
 
     module, data = Broad(), torch.randn(16, 1024, generator=torch.Generator().manual_seed(RANK))
     trainer = trainer_of(
         ours(num_microbatches=2), num_nodes=MACHINES, max_epochs=1 + resume, use_distributed_sampler=False,
         callbacks=[SavesAtTheEnd()], default_root_dir=folder,
     )  # fmt: skip
-    before_fit = Anonymous.now()
-    if resume:
-        anonymous.start()
+    loaded = loading.enter_context(watched())
     with quiet():
         trainer.fit(module, DataLoader(data, 4), ckpt_path=path if resume else None)
     held = sum(value.nbytes for state in trainer.optimizers[0].state.values() for value in state.values())
-    return {"grew": grew, "held": held, "loaded": loaded - before_fit, "state": module.state_dict()}
+    return {"grew": saving["peak"], "held": held, "loaded": loaded["peak"], "state": module.state_dict()}
 
 
 class Counting(pl.LightningModule):

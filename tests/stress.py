@@ -28,7 +28,7 @@ from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.ledger import Ledger
-from lightning_roundpipe.engine import engine
+from lightning_roundpipe.engine import report as engine_report
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import ahead_bytes, arena_bytes, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
@@ -263,14 +263,14 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
 def all_reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
     """The report of each step, also of those that are over when the next one has begun."""
     made: list[Callable[[], dict[str, Any]]] = []
-    real = engine.report_of
+    real = engine_report.report_of
 
     def noted(*args: Any) -> Callable[[], dict[str, Any]]:
         made.append(real(*args))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "report_of", noted)
+        patch.setattr(engine_report, "report_of", noted)
         yield made
 
 

@@ -133,7 +133,7 @@ class Arenas(pl.Callback):
     roundpipe_looks_away = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        workers: list[Any] = trainer.strategy._engine.worker_pool.workers
+        workers: list[Any] = trainer.strategy._engine.context.pool.workers
         buffers = [worker.planned.arena.buffer for worker in workers]
         self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
 

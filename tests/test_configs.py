@@ -222,6 +222,14 @@ def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_in_fp8(recipe: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, f"float8={recipe}", "trainer.max_steps=2", "trainer.precision=bf16-true", "prompt=null")
+    summary = json.loads((Path(last_line(capfd.readouterr().out)) / "summary.json").read_text())
+    assert 4 < summary["val_loss_after"] < 5
+
+
 TINY_SWEEP = ("experiment=random_tokens", "prompt=null")
 
 

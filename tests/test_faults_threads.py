@@ -39,7 +39,7 @@ class End(pl.Callback):
         self.at = 0.0
 
     def _end(self, engine: Any) -> None:
-        worker_pool: Any = engine.worker_pool
+        worker_pool: Any = engine.context.pool
         worker = worker_pool.workers[1]
         own = worker.sender
         thread = own if self.which == "worker" else worker_pool.thread(1)
@@ -151,7 +151,7 @@ class StickAt(pl.Callback):
         self.where = where
 
     def _stick(self, trainer: Any, where: str) -> None:
-        STUCK.where, STUCK.worker_pool, self.where = where, trainer.strategy._engine.worker_pool, ""
+        STUCK.where, STUCK.worker_pool, self.where = where, trainer.strategy._engine.context.pool, ""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and self.where != "validation":

@@ -53,7 +53,7 @@ class Held:
             files=len(os.listdir("/proc/self/fd")),
             tensors=len(tensors),
             tensor_bytes=sum(tensors.values()),
-            device=[device.resident_by_purpose() for device in engine.worker_pool.devices],
+            device=[device.resident_by_purpose() for device in engine.context.pool.devices],
             resident=psutil.Process().memory_info().rss,
         )
 

@@ -74,6 +74,21 @@ class Product(NamedTuple):
     state: Tensor | None
 
 
+class Carried(NamedTuple):
+    """The products of a forward that its recomputation gets.
+
+    Attributes:
+        products: the products.
+        block: their outputs on the host, in one block, if any of them has.
+    """
+
+    products: Sequence[Product]
+    block: Sequence[HostTensor]
+
+
+NOTHING_CARRIED = Carried((), ())
+
+
 class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that hands products to ``product``, and leaves everything else alone."""
 
@@ -93,7 +108,7 @@ class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _C._pop_torch_dispatch_stack(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types or not _is_product(func):
+        if not _is_product(func):
             return func(*args, **(kwargs or {}))
         return self.product(func, functools.partial(func, *args, **(kwargs or {})))
 
@@ -148,8 +163,8 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
         self._made.append(Product(operation, outputs, device.generator.get_state() if drew else None))
         return returned
 
-    def send(self, recorder: Recorder, microbatch: int) -> tuple[list[Product], list[HostTensor]]:
-        """Let the copies begin to go to the host, as one block of bytes [2]. Returns the products, and the block."""
+    def send(self, recorder: Recorder, microbatch: int) -> Carried:
+        """Let the copies begin to go to the host, as one block of bytes [2]."""
         device, made, self._made, end = self._device, self._made, [], 0
         copies = [t for product in made for t in product.outputs or () if _travels(t, device)]
         places: dict[int, Place] = {}
@@ -157,11 +172,11 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
             place = places[id(copy)] = Place.behind(end, copy)
             end = place.start + place.nbytes
         if not end:
-            return [], []
+            return NOTHING_CARRIED
         block = device.host_like(torch.empty(end, dtype=torch.uint8, device="meta"))
         parts = [(places[id(copy)].within(block), copy) for copy in copies]
         gone = [p._replace(outputs=p.outputs and [places.get(id(t), t) for t in p.outputs]) for p in made]
-        return gone, [download_parts(block, parts, device, recorder, microbatch)]
+        return Carried(gone, [download_parts(block, parts, device, recorder, microbatch)])
 
 
 class Returning(_ProductMode):  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Batch, Evaluations
-from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
@@ -30,7 +29,7 @@ from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.process_state import any_changes
 from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
-from lightning_roundpipe.engine.report import Report, report_of
+from lightning_roundpipe.engine.report import Reports
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
@@ -39,7 +38,6 @@ from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.memory.host_model import HostModel
-from lightning_roundpipe.model.structure import Structure
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
@@ -68,6 +66,33 @@ class WindowResult:
     show: Callable[[int], None] = lambda microbatch: None
 
 
+class _StepSettings:
+    """The settings that hold while a step is in flight.
+
+    Args:
+        module: the user's LightningModule.
+        device: any device.
+    """
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        self._module, self._device = module, device
+        self._around = contextlib.ExitStack()
+        self._switched_off: list[str] | None = None
+
+    def enter(self) -> list[str]:
+        """Enter them, unless they hold. Returns what was switched off."""
+        if self._switched_off is None:
+            self._switched_off = self._around.enter_context(without_caches(self._module))
+            self._around.enter_context(self._device.step_settings())
+            self._around.enter_context(observed_writes())
+        return self._switched_off
+
+    def close(self) -> None:
+        """Leave them."""
+        self._switched_off = None
+        self._around.close()
+
+
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
 
@@ -85,27 +110,22 @@ class Engine:
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
         formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        compiler = forwards_of(options)
-        self.options, self.formats = options, formats or Formats()
+        compiler, formats = forwards_of(options), formats or Formats()
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
-            found = layers_that_fit(module, options, devices, self.formats, fitting=fitting)
-            model = HostModel(module, found.layers, devices[0], self.formats, apart=bool(options.staleness))
-        self.model, self.learned = model, (learned := Learned())
+            found = layers_that_fit(module, options, devices, formats, fitting=fitting)
+            self.model = model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
-        self.structure = Structure(module, [layer.module for layer in model.layers])
         self.hints = Hints(inform)
         self.hints.of_cuts(found)
-        self.windows_left: Callable[[], float] = lambda: 0.0
         self.within_window: Callable[[], bool] = lambda: False
-        self.weights_uploaded = 0
         dtype = options.reduce_dtype
-        self.worker_pool = pool = Pool(
+        pool = Pool(
             devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
             elsewhere=peers.liveness.says if peers is not None else str,
         )  # fmt: skip
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
-        casts = self.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
+        casts = formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
         text = options.plan_text
         may_carry = options.carry_products or (text is not None and bool(Plan.parse(text).carry))
         carries = may_carry and not compiler.compiled
@@ -125,29 +145,27 @@ class Engine:
             attributes=attributes,
             shared=shared,
             randomness=randomness,
-            learned=learned,
+            learned=Learned(),
             thread_locals=thread_locals_of(module),
             exchange=_exchange_of(peers, model, options) if peers is not None else None,
         )
         self._interceptors = [Interceptor(layer) for layer in model.layers]
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
-        self._planner = Planner(self.context, self.hints, lambda: self.windows_left())
-        self._trained = model.trainable()
+        self.planner = Planner(self.context, self.hints)
+        self.reports = Reports(len(devices))
         self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
         self._given: StepGradients | None = None
         """The gradients behind the losses that the last window returned."""
         self._looked_at = False
         """Whether user code may have read or written weights since the last window, or a step has failed."""
-        self._report: Callable[[], Report] | None = None
-        self._around = contextlib.ExitStack()
-        self._switched_off: list[str] | None = None
+        self._settings = _StepSettings(model.module, devices[0])
         self.evaluations = Evaluations(
-            self.context, self._interceptors, self._metrics.bring_to_host, self._count_uploads, self.hints.say
+            self.context, self._interceptors, self._metrics.bring_to_host, self.reports.count, self.hints.say
         )
         try:
-            self._planner.reserve_for_layers()
+            self.planner.reserve_for_layers()
         except BaseException:
             self.close()
             raise
@@ -177,10 +195,10 @@ class Engine:
         overlaps = self._may_overlap
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
-        plan, before = self.learned.plan, self._step_in_flight
+        plan, before = context.learned.plan, self._step_in_flight
         step = Step(context, seed, weights, self.updates, before, overlaps=overlaps, plan=plan)
-        context.gradients.pool.keeps = step.plan is not None or not self.options.overlap or self.learned.in_order
-        caller = CallerRandomState(self.worker_pool.devices)
+        context.gradients.pool.keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
+        caller = CallerRandomState(context.pool.devices)
         switched_off = self._set_up()
         runs: list[Microbatch] = []
         try:
@@ -190,7 +208,7 @@ class Engine:
                     context.attributes.begin()
                     context.shared.begin()
                     try:
-                        step.run(functions, in_order=step.plan is None or not self.options.overlap)
+                        step.run(functions, in_order=step.plan is None or not context.options.overlap)
                     finally:
                         caller.restore()
                         runs = step.microbatches
@@ -201,9 +219,9 @@ class Engine:
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
-            if len(functions) == 1 and len(self.worker_pool.workers) > 1:
-                self.hints.of_one_microbatch(len(self.worker_pool.workers), self.options.num_microbatches or 1)
-            self._planner.learn(step, self._drain)
+            if len(functions) == 1 and len(context.pool.workers) > 1:
+                self.hints.of_one_microbatch(len(context.pool.workers), context.options.num_microbatches or 1)
+            self.planner.learn(step, self._drain)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
@@ -233,7 +251,7 @@ class Engine:
         context = self.context
         step, switched_off = ManualStep(context, seed, self.updates), self._set_up()
         context.gradients.pool.keeps = True
-        devices = CallerRandomState(self.worker_pool.devices)
+        devices = CallerRandomState(context.pool.devices)
         try:
             with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
                 context.randomness.learning = True
@@ -267,7 +285,7 @@ class Engine:
                 "self.log was called from a thread that the user's code started inside training_step; log from "
                 "training_step itself."
             )
-        self.learned.logs_in_backward |= context.ready.is_set
+        self.context.learned.logs_in_backward |= context.ready.is_set
         return context.logs
 
     def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
@@ -307,15 +325,13 @@ class Engine:
                 raise
         elif given is not None and unused:
             given.release()
-        self.worker_pool.refuse_broken()
-        surprised = any(layer.weights.rounded - layer.seen.uses.only_cast().keys() for layer in self.model.layers)
-        if (now := self.model.trainable()) != self._trained or surprised:
-            self._trained = now
+        self.context.pool.refuse_broken()
+        if self.planner.is_outdated():
             self.settle()
-            self._planner.forget()
+            self.planner.forget()
         self._sync_weights(newest=False)
         self._accumulators.watch(self.model.masters)
-        for device in self.worker_pool.devices:
+        for device in self.context.pool.devices:
             device.reset_peak()
 
     @property
@@ -329,12 +345,12 @@ class Engine:
         context = self.context
         return (
             self.updates is not None
-            and self.learned.plan is not None
+            and context.learned.plan is not None
             and not context.shared.put_back
             and not context.randomness.draws
-            and not self.learned.logs_in_backward
+            and not context.learned.logs_in_backward
             and not any_changes()
-            and not self.formats.sets_default
+            and not self.model.formats.sets_default
         )
 
     @contextlib.contextmanager
@@ -370,27 +386,21 @@ class Engine:
                     self._step_in_flight = None
                 self._end(step)
         finally:
-            self._switched_off = None
-            self._around.close()
+            self._settings.close()
 
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Account for ``step``, of which nothing is in flight any more, and release it."""
         if self.updates is not None:
             self.updates.part_from(step.spec.scope)
         if not failed:
-            self._count_uploads(step.spec.recorder)
-            self._report = report_of(step, self.weights_uploaded)
+            self.reports.finished(step)
         step.release()
 
     def _set_up(self) -> list[str]:
         """Enter the settings that hold until no step is in flight. Returns what was switched off."""
-        for device in self.worker_pool.devices:
+        for device in self.context.pool.devices:
             device.follow_caller()
-        if self._switched_off is None:
-            self._switched_off = self._around.enter_context(without_caches(self.model.module))
-            self._around.enter_context(self.worker_pool.devices[0].step_settings())
-            self._around.enter_context(observed_writes())
-        return self._switched_off
+        return self._settings.enter()
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
@@ -410,10 +420,10 @@ class Engine:
         self._drain()
         before, self.updates = self.updates, None
         if optimizer is not None:
-            around = self.worker_pool.devices[0].host_thread_settings
+            around = self.context.pool.devices[0].host_thread_settings
             self.updates = AsyncOptimizer(
-                self.model.buckets, self.context.gradients.pool, optimizer, self.options.staleness,
-                self.formats.scales, around, exchange, self.options.optimizer_state,
+                self.model.buckets, self.context.gradients.pool, optimizer, self.context.options.staleness,
+                self.model.formats.scales, around, exchange, self.context.options.optimizer_state,
             )  # fmt: skip
         if before is not None:
             before.retire()
@@ -442,9 +452,9 @@ class Engine:
     def settle(self) -> None:
         """Wait until nothing is in flight, so that the caller may read and write weights and optimizer state."""
         running = context_of_thread()
-        if self.formats.hidden and isinstance(running, Batch):
+        if self.model.formats.hidden and isinstance(running, Batch):
             running.weights.touched()
-        elif self.formats.hidden and isinstance(running, Microbatch):
+        elif self.model.formats.hidden and isinstance(running, Microbatch):
             raise RoundPipeError(
                 "training_step asks for all weights (state_dict() or save_checkpoint()) while they are on their way to "
                 "workers in bf16. Do it in a hook, such as on_train_batch_end."
@@ -470,7 +480,7 @@ class Engine:
             layer.weights.reattach()
         self.model.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
-            self.formats.scales.fix(0)
+            self.model.formats.scales.fix(0)
             for bucket in self.model.buckets:
                 bucket.refresh()
         elif self._looked_at or (newest and updates.wanted != updates.submitted):
@@ -510,29 +520,22 @@ class Engine:
     def begin_evaluations(self, kind: Hashable, in_flight: int, *, alone: bool = False) -> None:
         """Let `evaluations` run several batches of ``kind`` at a time, or one ``alone``."""
         self.evaluations.end()
-        self.worker_pool.refuse_broken()
+        self.context.pool.refuse_broken()
         self._drain()
         if self.updates is not None:
             self.updates.settle(within_batch=self.within_window())
         self._sync_weights(newest=True)
-        for device in self.worker_pool.devices:
+        for device in self.context.pool.devices:
             device.follow_caller()
         version = self.updates.submitted if self.updates is not None else 0
         self.evaluations.begin(kind, version, in_flight, alone=alone)
 
-    def _count_uploads(self, recorder: Recorder) -> None:
-        self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
-
     # -- afterwards ---------------------------------------------------------------------------------------------------
-
-    def report(self) -> Report:
-        """Return the report of the last finished step; empty before there is one."""
-        return self._report() if self._report is not None else Report()
 
     def close(self) -> None:
         """Apply the updates that were submitted, stop all threads, and free all device memory."""
         with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
-            rest.callback(self.worker_pool.close)
+            rest.callback(self.context.pool.close)
             rest.callback(self.model.join)
             rest.callback(self._metrics.end)
             rest.callback(self._accumulators.end)

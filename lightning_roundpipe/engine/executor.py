@@ -24,7 +24,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
-from lightning_roundpipe.engine.carrying import Gathering, Measuring, Product, Returning
+from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.layer_attributes import LayerWrites
@@ -63,6 +63,52 @@ _NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True, eq=False)
+class CallEnvironment:
+    """What a call's code depends on besides its arguments. The recomputation finds the same.
+
+    Attributes:
+        seed: from which its random numbers derive.
+        state: how attributes of the layer's modules differ from those of its copies.
+        contents: what containers of plain values hold that are attributes.
+        thread_state: torch's modes at the call.
+        lender: provides stand-ins for parameters of other modules.
+        trained: whether each of the layer's parameters is trained.
+        variables: the context variables at the call.
+    """
+
+    seed: Seed
+    state: StateDiff | None
+    contents: Contents
+    thread_state: TorchThreadState
+    lender: Lender
+    trained: list[bool]
+    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+
+@dataclass(slots=True, eq=False)
+class CallInputs:
+    """What a call is made with.
+
+    Attributes:
+        arguments: its arguments.
+        needs: for each tensor among them, whether it needs a gradient.
+        edges: where the gradients of those go.
+        saved: the tensors on the host; empty if the graph is kept.
+        mutated: positions of the tensors that the layer writes to.
+    """
+
+    arguments: Arguments
+    needs: list[bool]
+    edges: list[InputEdge]
+    saved: list[HostTensor] = field(default_factory=list)
+    mutated: list[int] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.arguments.tensors
+
+
+@dataclass(slots=True, eq=False)
 class LayerCall:
     """A call of a layer, and what the tape keeps of it: all that the forward depended on, for the recomputation.
 
@@ -70,19 +116,9 @@ class LayerCall:
         layer: the layer.
         index: its position in the trace; of a call that the trace has not, a number behind all of it.
         microbatch: number of the microbatch.
-        seed: from which its random numbers derive.
-        state: how attributes of the layer's modules differ from those of its copies.
-        thread_state: torch's modes at the call.
-        lender: provides stand-ins for parameters of other modules.
-        arguments: what it is called with.
-        contents: what containers of plain values hold that are attributes.
-        needs: for each tensor among the arguments, whether it needs a gradient.
-        edges: where the gradients of those go.
+        environment: what its code depends on besides ``inputs``.
+        inputs: what it is made with.
         home: device that user code is on at the call.
-        trained: whether each of the layer's parameters is trained.
-        variables: the context variables at the call.
-        saved: the tensors on the host; empty if the graph is kept.
-        mutated: positions of the tensors that the layer writes to.
         gradients: of the outputs.
         kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
@@ -91,26 +127,15 @@ class LayerCall:
         planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
         place: gives user code the outputs of a repeated call; None for other calls.
-        products: of its forward, if they are carried.
-        carried: their outputs on the host, in one block.
+        carried: products of its forward.
     """
 
     layer: HostLayer
     index: int
     microbatch: int
-    seed: Seed
-    state: StateDiff | None
-    thread_state: TorchThreadState
-    lender: Lender
-    arguments: Arguments
-    contents: Contents
-    needs: list[bool]
-    edges: list[InputEdge]
+    environment: CallEnvironment
+    inputs: CallInputs
     home: Device | None
-    trained: list[bool]
-    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
-    saved: list[HostTensor] = field(default_factory=list)
-    mutated: list[int] = field(default_factory=list)
     gradients: Gradients = field(init=False)
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     graph: tuple[list[Tensor], Gradients] | None = None
@@ -119,27 +144,25 @@ class LayerCall:
     planned: bool = False
     traced: TracedCall | None = None
     place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
-    products: list[Product] = field(default_factory=list)
-    carried: list[HostTensor] = field(default_factory=list)
+    carried: Carried = NOTHING_CARRIED
 
     @property
     def brought(self) -> list[HostTensor]:
         """What its recomputation needs on the worker."""
-        return [*self.saved, *self.carried]
+        return [*self.inputs.saved, *self.carried.block]
 
     @property
     def use(self) -> int:
         """How often the microbatch has called the layer before."""
-        return self.seed[-1]
+        return self.environment.seed[-1]
 
     @property
     def is_taped(self) -> bool:
         """Whether a backward follows, as far as that is known before."""
-        return self.thread_state.grad and (any(self.needs) or any(self.trained) or bool(self.layer.seen.borrows))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return self.arguments.tensors
+        around = self.environment
+        return around.thread_state.grad and (
+            any(self.inputs.needs) or any(around.trained) or bool(self.layer.seen.borrows)
+        )
 
 
 @dataclass(slots=True)
@@ -253,7 +276,7 @@ class Executor:
         layer, worker = call.layer, self.worker
         tensors = self._take(slot, layer, inputs, runner)
         replica, buffers = self._copy(slot, layer)
-        grad = call.thread_state.grad
+        grad = call.environment.thread_state.grad
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
         if buffers:
             buffers.load()
@@ -267,25 +290,25 @@ class Executor:
             )
             found = run.tensors
             if gathering is not None and run.differentiable:
-                call.products, call.carried = gathering.send(slot.recorder, call.microbatch)
-                worker.carrying += [host.ready for host in call.carried if host.ready is not None]
+                call.carried = gathering.send(slot.recorder, call.microbatch)
+                worker.carrying += [host.ready for host in call.carried.block if host.ready is not None]
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
                 call.traced.kept_bytes = meter.read()
         if buffers:
-            learning = self._randomness.learning or layer.seen.is_new_state(call.state)
+            learning = self._randomness.learning or layer.seen.is_new_state(call.environment.state)
             buffers.write_back(before, learning, call.microbatch)
             call.buffers = before
-        originals: dict[int, Any] = dict(zip(map(id, aliases), call.tensors, strict=True))
+        originals: dict[int, Any] = dict(zip(map(id, aliases), call.inputs.tensors, strict=True))
         originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
         originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
         shared = sharing(found, aliases)
         lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
         clones = self._part_from_lent(run, found, lent, originals)
-        call.mutated = [position for position, _ in run.mutated]
+        call.inputs.mutated = [position for position, _ in run.mutated]
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
-            call.gradients.edges, call.gradients.masters = call.edges, layer.masters
+            call.gradients.edges, call.gradients.masters = call.inputs.edges, layer.masters
             call.kinds = [(t.shape, t.dtype) for t in run.differentiable]
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
@@ -307,7 +330,7 @@ class Executor:
         could = worker.wait_for_weights(slot, layer, events, runner)
         tensors = self._arrived(inputs, runner)
         if could is not None:
-            slot.recorder.waited(worker.index, could, self.device.compute.record(timed=True))
+            slot.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
         return tensors
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
@@ -328,20 +351,21 @@ class Executor:
     ) -> tuple[_Ran, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
-        replica.apply(call.state)
-        replica.train(call.trained)
-        replica.fill(call.contents)
+        around = call.environment
+        replica.apply(around.state)
+        replica.train(around.trained)
+        replica.fill(around.contents)
         if grad:
-            aliases, sink = inlet(tensors, call.needs, layer.name, device)
+            aliases, sink = inlet(tensors, call.inputs.needs, layer.name, device)
         else:
             aliases, sink = list(tensors), Gradients(0, layer.name, device)
-        built = call.arguments.build(aliases)
+        built = call.inputs.arguments.build(aliases)
         if built.attributes:
             replica.hold(built.attributes)
         versions = [0 if t.is_inference() else t._version for t in aliases]
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
-        draws = self._randomness.begin(layer.index, device, call.seed)
+        draws = self._randomness.begin(layer.index, device, around.seed)
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else _NOTHING
         unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
@@ -369,7 +393,7 @@ class Executor:
             _refuse_written(layer, replica, written)
         if replica.has_registered():
             _refuse_registered(layer, replica)
-        if grad and any(p.requires_grad and not t for p, t in zip(replica.parameters, call.trained, strict=True)):
+        if grad and any(p.requires_grad and not t for p, t in zip(replica.parameters, around.trained, strict=True)):
             raise RoundPipeError(
                 f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
@@ -403,7 +427,8 @@ class Executor:
         seen = layer.seen
         if self._compiler.compiled or (seen.borrows == [] and not seen.reads_data):
             return _NOTHING
-        return Borrowing(self._masters, call.lender, self.device.torch_device, seen.borrows or [], replica.parameters)
+        lender, lent = call.environment.lender, seen.borrows or []
+        return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
 
     @contextlib.contextmanager
     def _computing(
@@ -424,7 +449,7 @@ class Executor:
             end = compute.record(timed=True)
         runner.scope.check()
         where = EventSource(slot.index, slot.phase, call.index, layer.name)
-        slot.recorder.add(kind, self.worker.index, start, end, call.microbatch, 0, where)
+        slot.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -508,7 +533,7 @@ class Executor:
         values = [functools.reduce(torch.add, self._arrived(parts, runner)) for parts in gradients if parts]
         device.track_until_freed(values, GRADIENTS)
         sums = worker.gradients_of(slot, call.index)
-        replica.train(call.trained)
+        replica.train(call.environment.trained)
         if sums is not None:
             sums.attach(replica.parameters, factor)
         sink.closed = False
@@ -540,11 +565,11 @@ class Executor:
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside
     ) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
-        there, count = self._take(slot, call.layer, inputs, runner), len(call.saved)
+        there, count = self._take(slot, call.layer, inputs, runner), len(call.inputs.saved)
         returning = None
-        if call.products:
+        if call.carried.products:
             [block] = there[count:]
-            returning = Returning(call.products, block, self.device.generator)
+            returning = Returning(call.carried.products, block, self.device.generator)
         outputs, sink = self._recompute(call, slot, there[:count], runner, inside, returning)
         if returning is not None and not returning.has_fitted():
             outputs, sink = self._recompute(call, slot, there[:count], runner, inside)
@@ -560,10 +585,10 @@ class Executor:
         replica, buffers = self._copy(slot, layer)
         if buffers:
             buffers.load(call.buffers)
-        given = [t.clone() if i in call.mutated else t for i, t in enumerate(saved)]
+        given = [t.clone() if i in call.inputs.mutated else t for i, t in enumerate(saved)]
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
-        with again, device.track(given, INPUTS), call.thread_state.entered():
-            run, _, sink = call.variables.run(
+        with again, device.track(given, INPUTS), call.environment.thread_state.entered():
+            run, _, sink = call.environment.variables.run(
                 functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside,
                 returning,
             )  # fmt: skip

@@ -23,7 +23,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments
 from lightning_roundpipe.engine.caller_modes import without_caller_modes
-from lightning_roundpipe.engine.executor import Executor, LayerCall, Outcome
+from lightning_roundpipe.engine.executor import CallEnvironment, CallInputs, Executor, LayerCall, Outcome
 from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
@@ -74,7 +74,7 @@ class LayerCalls:
             sections.enter(sections.number)
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
-        given = call.tensors
+        given = call.inputs.tensors
         sections.close()
         if turns.follows is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.follows, turns.next)
@@ -90,7 +90,7 @@ class LayerCalls:
             sections.memory.called(traced, given, outcome.result)
         sections.enter()
         result = self.deliver(call, outcome, given)
-        if call.kinds and call.thread_state.grad:
+        if call.kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
             turns.slots.give_up(call.slot)
@@ -108,10 +108,9 @@ class LayerCalls:
         arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
         needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
         edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
-        return LayerCall(
-            layer, -1, turns.microbatch, seed, state, thread_state, self.weights, arguments, contents, needs, edges,
-            turns.device, layer.weights.trainable(),
-        )  # fmt: skip
+        trained = layer.weights.trainable()
+        environment = CallEnvironment(seed, state, contents, thread_state, self.weights, trained)
+        return LayerCall(layer, -1, turns.microbatch, environment, CallInputs(arguments, needs, edges), turns.device)
 
     def _find(self, call: LayerCall) -> TracedCall:
         """Find a call in the trace, and set its index."""
@@ -132,7 +131,7 @@ class LayerCalls:
 
     def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
         """Run a call in its turn [1]. Returns what user code gets."""
-        turns, given = self.turns, call.tensors
+        turns, given = self.turns, call.inputs.tensors
         activations, homes = turns.activations, list(map(turns.home_of, given))
         slot = turns.of(call, "forward")
         device, keeps = self.context.pool.workers[slot.worker].device, slot.phase == "fused"
@@ -146,8 +145,8 @@ class LayerCalls:
             if carries:
                 worker.wait_for_products(turns.runner)
             if taped and not keeps:
-                call.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(given)]
-                worker.copying = [saved.ready for saved in call.saved if saved.ready is not None]
+                call.inputs.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(given)]
+                worker.copying = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
             inputs = [
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
                 for i, tensor in enumerate(given)
@@ -156,7 +155,7 @@ class LayerCalls:
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, turns.runner, inside, keep_graph=keeps, carries=carries)
             if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
-                call.saved = list(map(activations.save, given, homes))
+                call.inputs.saved = list(map(activations.save, given, homes))
             if call.place is None:
                 turns.device = device
         return outcome
@@ -167,7 +166,7 @@ class LayerCalls:
         outcome.deliver(call.layer, given)
         self.shared.add(outcome.shared, call.layer.name)
         self.turns.activations.drop(self.turns.device)
-        call.arguments.forget_originals()
+        call.inputs.arguments.forget_originals()
         return hand_over(outcome.result)
 
 
@@ -244,7 +243,7 @@ class Tape:
         sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
         with turns.take(call, slot, "backward", [*saved, *sent]) as executor:
             worker, bring = executor.worker, activations.on
-            if saved and call.carried:
+            if saved and call.carried.block:
                 worker.wait_for_products(turns.runner)
             inputs = [bring(each, device) for each in saved]
             arriving = [
@@ -269,10 +268,11 @@ class Tape:
 
     def _refuse_unplaced(self, call: LayerCall, sums: HostGradSums | None) -> None:
         """Raise if a parameter is trained at the call for whose gradient there is no memory."""
-        placed = sums.layout.trained if sums is not None else [False] * len(call.trained)
-        if call.trained == placed:
+        now = call.environment.trained
+        placed = sums.layout.trained if sums is not None else [False] * len(now)
+        if now == placed:
             return
-        for master, trained, place in zip(call.layer.masters, call.trained, placed, strict=True):
+        for master, trained, place in zip(call.layer.masters, now, placed, strict=True):
             if trained and not place and master.numel():
                 raise RoundPipeError(
                     f"training_step switches on requires_grad of parameter {self.context.model.name_of(master)!r}, in "
@@ -323,7 +323,7 @@ class Tape:
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         """Hand the gradients of a call's inputs to the calls in front, and through user code in between [4]."""
         roots, values = [], []
-        for edge, gradient in zip(call.edges, gradients, strict=True):
+        for edge, gradient in zip(call.inputs.edges, gradients, strict=True):
             if gradient is None or edge.hand_over(gradient, device):
                 continue
             roots.append(edge.edge)

@@ -82,13 +82,16 @@ class Planner:
 
     Args:
         context: the engine's parts.
-        hints: tells the user of a search.
-        windows_left: returns how many windows will be trained on.
         hints: shows messages to the user.
+
+    Attributes:
+        windows_left: returns how many windows will be trained on.
     """
 
-    def __init__(self, context: Context, hints: Hints, windows_left: Callable[[], float]) -> None:
-        self._context, self._options, self._windows_left = context, context.options, windows_left
+    def __init__(self, context: Context, hints: Hints) -> None:
+        self._context, self._options = context, context.options
+        self.windows_left: Callable[[], float] = lambda: 0.0
+        self._trained = context.model.trainable()
         self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
 
     def learn(self, step: Step, drain: Callable[[], None]) -> None:
@@ -178,8 +181,8 @@ class Planner:
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
             return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
         for worker in self._workers:
-            own = worker.index if isinstance(limit, tuple) else None
-            budget = limit[worker.index] if isinstance(limit, tuple) else limit
+            own = worker.device.index if isinstance(limit, tuple) else None
+            budget = limit[worker.device.index] if isinstance(limit, tuple) else limit
             worker.reserve(reserved_within(plan, costs, workers, budget, worker.device.lead_bytes, own))
         self._devices[0].reserve_host(boundary_bytes(plan, costs) + carried_bytes(plan, costs, workers))
         learned.trace, learned.costs, learned.plan = trace, costs, plan
@@ -220,7 +223,7 @@ class Planner:
         if seconds >= WORTH_S or costs.unequal or isinstance(limit, tuple):
             self._say_search(seconds, search_s)
         else:
-            search_s = min(search_s, _SEARCH_SHARE * seconds * self._windows_left())
+            search_s = min(search_s, _SEARCH_SHARE * seconds * self.windows_left())
             if search_s < _LEAST_SEARCH_S:
                 return plan
         turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)
@@ -308,6 +311,13 @@ class Planner:
             self.forget()
         self._context.learned.in_order = True
         self._hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
+
+    def is_outdated(self) -> bool:
+        """Return whether other parameters are trained, or weights are used otherwise, than when the plan was made."""
+        layers, now = self._context.model.layers, self._context.model.trainable()
+        surprised = any(layer.weights.rounded - layer.seen.uses.only_cast().keys() for layer in layers)
+        before, self._trained = self._trained, now
+        return surprised or now != before
 
     def forget(self) -> None:
         """Drop the plan, to learn it again: other parameters are trained, or weights are used otherwise."""

@@ -115,8 +115,8 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     again = repeated(layer, made, sections.seed_of, draws=layer.index in context.randomness.draws)
     call = calls.capture(layer, args, kwargs, made[again].use)
     call.index = again + len(trace.calls if trace is not None else made)
-    call.place = functools.partial(_place, tape, call, made[again], call.tensors)
-    given = call.tensors
+    call.place = functools.partial(_place, tape, call, made[again], call.inputs.tensors)
+    given = call.inputs.tensors
     sections.close()
     outcome = calls.forward(call, taped=call.is_taped)
     layer.seen.sets_attributes |= outcome.sets_attributes
@@ -130,12 +130,12 @@ def _place(
     """Return the outputs of a repeated call on the device that the call of the forward left them on."""
     home = tape.turns.device = tape.context.pool.devices[made.worker]
     moved = [tape.moved(t.detach(), device, home) for t in outputs]
-    if not call.thread_state.grad or not any(t.requires_grad for t in outputs):
+    if not call.environment.thread_state.grad or not any(t.requires_grad for t in outputs):
         return moved
     call.gradients.home = home
     call.gradients.expected = True
     differentiate = functools.partial(_differentiate, tape, call)
-    return connected(differentiate, outputs, moved, [t for t, n in zip(inputs, call.needs, strict=True) if n])
+    return connected(differentiate, outputs, moved, [t for t, n in zip(inputs, call.inputs.needs, strict=True) if n])
 
 
 def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
@@ -145,7 +145,8 @@ def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
     sections.close()
     gradients, device = tape.through(call)
     given = [
-        None if g is None else tape.moved(g, device, edge.home) for g, edge in zip(gradients, call.edges, strict=True)
+        None if g is None else tape.moved(g, device, edge.home)
+        for g, edge in zip(gradients, call.inputs.edges, strict=True)
     ]
     turns.device = before
     call.slot = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_roundpipe.devices.errors import LESS_FRAGMENTED
-from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
+from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, Recorder, bubble_percent, span_of
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.memory.budget import peak_bytes
 from lightning_roundpipe.messages import gib, plural, seconds
@@ -46,6 +46,32 @@ class Report(dict[str, Any]):
             for name, text in rows.items()
             if text
         )
+
+
+class Reports:
+    """The report of the last finished step, and what all steps have uploaded.
+
+    Args:
+        workers: the number of workers.
+
+    Attributes:
+        weights_uploaded: bytes of weights.
+        latest: returns the report; an empty one before a step has finished.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.weights_uploaded = 0
+        self.latest: Callable[[], Report] = Report
+
+    def count(self, recorder: Recorder) -> None:
+        """Count what was recorded."""
+        self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), self._workers))
+
+    def finished(self, step: Step) -> None:
+        """Note that ``step`` has ended, of which nothing is in flight any more."""
+        self.count(step.spec.recorder)
+        self.latest = report_of(step, self.weights_uploaded)
 
 
 def report_of(step: Step, uploaded: int) -> Callable[[], Report]:

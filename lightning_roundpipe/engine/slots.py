@@ -28,6 +28,21 @@ from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
+@dataclass(slots=True, eq=False)
+class LayerUpload:
+    """The weights of one layer for a slot.
+
+    Attributes:
+        enqueued: reached once their upload is enqueued.
+        end: its end; there once it is enqueued.
+        segment: their memory, while the slot has a place.
+    """
+
+    enqueued: Signal = field(default_factory=Signal)
+    end: Event = field(init=False)
+    segment: Tensor | None = None
+
+
 @dataclass(eq=False)
 class Slot:
     """A stage of one step, on one worker.
@@ -48,8 +63,7 @@ class Slot:
         apart: whether it starts sums of its own, which the host adds to those of the slots before.
         unpacks_once: whether packed weights are unpacked once for all its microbatches.
         place: its part of an arena, once that is known.
-        segments: memory of each layer's weights, by the layer's number.
-        uploads: for each layer, reached once the upload is enqueued; `uploaded` then has its end.
+        uploads: the weights of each layer, by the layer's number.
         shares: whether the weights are those of another slot.
         gradients: by call, the sums on the worker that are not on their way to the host yet.
         gradients_free: ends of what uses their memory before.
@@ -76,9 +90,7 @@ class Slot:
     apart: bool = False
     unpacks_once: bool = False
     place: Place | None = None
-    segments: dict[int, Tensor] = field(default_factory=dict)
-    uploads: dict[int, Signal] = field(init=False)
-    uploaded: dict[int, Event] = field(default_factory=dict)
+    uploads: dict[int, LayerUpload] = field(init=False)
     shares: bool = False
     gradients: dict[int, DeviceGradSums] = field(default_factory=dict)
     gradients_free: list[Event] = field(default_factory=list)
@@ -90,7 +102,7 @@ class Slot:
     sent: Signal = field(default_factory=Signal)
 
     def __post_init__(self) -> None:
-        self.uploads = {layer.index: Signal() for layer in self.layers}
+        self.uploads = {layer.index: LayerUpload() for layer in self.layers}
         self.left = {call: Signal() for call in self.sums}
 
     def has(self, layer: HostLayer) -> bool:
@@ -99,7 +111,9 @@ class Slot:
 
     def let_go(self) -> None:
         """Let go of the memory, when all gradients are on their way."""
-        self.segments, self.after = {}, []
+        self.after = []
+        for upload in self.uploads.values():
+            upload.segment = None
         for left in self.left.values():
             left.set()
         self.sent.set()

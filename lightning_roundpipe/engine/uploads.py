@@ -46,7 +46,7 @@ class WeightUploads:
                 return False
             slot.place = self.arena.enter(sizes)
             for layer, part in zip(layers, slot.place.weights.parts, strict=True):
-                slot.segments[layer.index] = self.arena.bytes_of(*part)
+                slot.uploads[layer.index].segment = self.arena.bytes_of(*part)
                 self._queue.append((slot, layer, part))
             self.proceed()
         return True
@@ -78,22 +78,24 @@ class WeightUploads:
             self.proceed()
 
     def _upload(self, slot: Slot, layer: HostLayer, before: list) -> None:  # type: ignore[type-arg]
+        upload = slot.uploads[layer.index]
         try:
+            assert upload.segment is not None
             stream = self._device.weights_up
             for event in before:
                 stream.wait(event)
             start = stream.record(timed=True)
-            layer.weights.upload(stream, slot.segments[layer.index])
+            layer.weights.upload(stream, upload.segment)
             end = stream.record(timed=True)
         except BaseException as error:
             slot.cancel_scope.fail(error)
             return
-        slot.uploaded[layer.index] = end
+        upload.end = end
         where = EventSource(slot.index, slot.phase, -1, layer.name)
         slot.recorder.add("upload_weights", self._device.index, start, end, -1, layer.weights.nbytes, where)
         if slot.readiness is not None:
             slot.readiness.uploading(layer.bucket, end)
-        slot.uploads[layer.index].set()
+        upload.enqueued.set()
 
     def forget(self) -> None:
         """Drop what is queued, after a failure."""

@@ -11,6 +11,7 @@ taken those of the step before; a thread of the worker does that [3].
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -132,8 +133,8 @@ class GradientSender(TaskThread):
                 stream.wait(end)  # what comes to the place next waits for this stream alone
                 assert place is not None
                 for layer in pending:
-                    slot.uploads[layer].wait(slot.cancel_scope)
-                    stream.wait(slot.uploaded[layer])
+                    slot.uploads[layer].enqueued.wait(slot.cancel_scope)
+                    stream.wait(slot.uploads[layer].end)
                 with memory.uploads.lock:
                     if pending:  # only now: what is uploaded to the place has found all that were there before it
                         place.weights.last_use = stream.record()
@@ -175,7 +176,7 @@ class Worker:
     """
 
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
-        self.device, self.index = device, device.index
+        self.device = device
         self._baton, self._prefetch = baton, prefetch
         self.turns = SlotTurns(baton, self.close_slot)
         self.planned, self.spare = SlotMemory(device), SlotMemory(device)
@@ -220,7 +221,9 @@ class Worker:
                 known = self._replicas[layer.index] = Replica(
                     layer.module, self.device.torch_device, layer.state, weights.rounded, layer.seen.copies_wanted
                 )
-        if self._bound.get(layer.index) is not (segment := slot.segments[layer.index]):
+        segment = slot.uploads[layer.index].segment
+        assert segment is not None, "the slot is open"
+        if self._bound.get(layer.index) is not segment:
             with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
                 known.bind(weights.views(segment), weights.trainable(), functools.partial(self._whole, slot, layer))
             self._bound[layer.index] = segment
@@ -297,11 +300,12 @@ class Worker:
     def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
         """Let a slot have the weights of the present one."""
         slot.shares = True
-        slot.uploads, slot.uploaded, slot.segments = present.uploads, present.uploaded, present.segments
         for layer in slot.layers:
-            self._baton.wait(runner, slot.uploads[layer.index].then)
+            upload = present.uploads[layer.index]
+            self._baton.wait(runner, upload.enqueued.then)
+            slot.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
             if slot.readiness is not None:
-                slot.readiness.uploading(layer.bucket, slot.uploaded[layer.index])
+                slot.readiness.uploading(layer.bucket, upload.end)
 
     def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
@@ -325,7 +329,7 @@ class Worker:
                 end = stream.record(timed=True)
                 slot.gradients_free.append(end)
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
-                slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
+                slot.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
     def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Iterable[Event], runner: Runner) -> Event | None:
         """Have the compute stream wait for the upload of ``layer`` [2].
@@ -335,12 +339,11 @@ class Worker:
             there.
         """
         self.device.drop_finished()
-        enqueued = slot.uploads[layer.index].is_set
-        there = enqueued and slot.uploaded[layer.index].done() and all(event.done() for event in inputs)
+        upload = slot.uploads[layer.index]
+        there = upload.enqueued.is_set and upload.end.done() and all(event.done() for event in inputs)
         could = None if there else self.device.compute.record(timed=True)
-        self._baton.wait(runner, slot.uploads[layer.index].then)
-        upload: Event = slot.uploaded[layer.index]
-        self.follow(upload, runner)
+        self._baton.wait(runner, upload.enqueued.then)
+        self.follow(upload.end, runner)
         return could
 
     def follow(self, event: Event, runner: Runner) -> None:
@@ -385,10 +388,10 @@ class Worker:
         if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
             self.sender.skip(slot)
             return self._prepare_next()
-        pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].is_set]
+        pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].enqueued.is_set]
         for layer in slot.layers:
             if layer.index not in pending:
-                compute.wait(slot.uploaded[layer.index])
+                compute.wait(slot.uploads[layer.index].end)
         self._wait_for_gradients(slot)  # a slot may close without a backward
         self.sender.send(slot, list(slot.gradients))
         if slot.unpacks_once and self.copies.buffer is not None:

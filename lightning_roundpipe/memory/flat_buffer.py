@@ -242,9 +242,9 @@ class FlatBuffer:
             self._working.refresh(self.views)
         self._round()
 
-    def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
-        """Refresh the elements ``start`` to ``end`` of one contiguous master, if it is in this buffer."""
-        if self.shares or (index := self.index_of(master)) is None:
+    def refresh_part(self, index: int, start: int, end: int) -> None:
+        """Refresh the elements ``start`` to ``end`` of one contiguous master."""
+        if self.shares:
             return
         chain = [self.views, *(copy.views for copy in (self._working, self._rounded) if copy is not None)]
         for source, target in pairwise(chain):
@@ -253,10 +253,6 @@ class FlatBuffer:
     @property
     def _reads_masters(self) -> bool:
         return self.in_place and self._working is None
-
-    def index_of(self, master: nn.Parameter) -> int | None:
-        """Return the index of ``master``; None if it is not in this buffer."""
-        return next((index for index, mine in enumerate(self.masters) if mine is master), None)
 
     def read(self, index: int) -> Tensor:
         """Return what layers compute with for one master."""

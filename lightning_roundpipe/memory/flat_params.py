@@ -32,7 +32,8 @@ class ParamSlice:
 
 
 def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) -> ParamSlice:
-    dense = torch._debug_has_internal_overlap(tensor) == 0 and _is_dense(tensor)
+    span = 1 + sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True))
+    dense = torch._debug_has_internal_overlap(tensor) == 0 and span == tensor.numel()
     stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
     dtype = dtype or tensor.dtype
     return ParamSlice(offset, tensor.numel() * dtype.itemsize, tensor.shape, tuple(stride), dtype)
@@ -59,10 +60,6 @@ def holders(tensor: Tensor) -> int:
 
 ALONE = holders(torch.empty(1))
 """`holders` of a tensor that shares its storage with no other tensor."""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return 1 + sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
 
 def with_own_storage(segment: ParamSlice, flat: Tensor) -> Tensor:

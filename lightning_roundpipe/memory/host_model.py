@@ -12,6 +12,7 @@ from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.memory.mapped_files import mapped_weights
 from lightning_roundpipe.memory.module_buffers import HostBuffers
+from lightning_roundpipe.model.structure import Structure
 
 
 class HostModel:
@@ -27,6 +28,7 @@ class HostModel:
     Attributes:
         buffers: the layers' buffers, as calls leave them.
         bucket_of: bucket by id of the master.
+        structure: its modules and parameters at the start.
         undisturbed: whether no update of any master is pending.
     """
 
@@ -41,6 +43,7 @@ class HostModel:
         self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
         self.masters = [p for bucket in self.buckets for p in bucket.masters]
         self.undisturbed = True
+        self.structure = Structure(module, layers.values())
 
     def name_of(self, master: nn.Parameter) -> str:
         """Return the qualified name of a parameter, for messages."""

@@ -43,6 +43,7 @@ class ParamBucket(Versioned):
         self.index = index
         self.masters = list(masters)
         self._flats = list(flats)
+        self._held = {id(master): (flat, index) for flat in flats for index, master in enumerate(flat.masters)}
         self._formats = formats or Formats()
         self.apart = apart
         self._copies: dict[int, Tensor] = {}
@@ -52,9 +53,8 @@ class ParamBucket(Versioned):
         """Return what user code reads for ``master``: the values that a layer finds on its worker."""
         if not (self.apart or self._formats.differ_now(master)):
             return master
-        for flat in self._flats:
-            if (index := flat.index_of(master)) is not None:
-                return flat.read(index)
+        if (held := self._held.get(id(master))) is not None:
+            return held[0].read(held[1])
         if id(master) not in self._copies:
             self._copies[id(master)] = master.detach().to(self._formats.of(master), copy=True)
         return self._copies[id(master)]
@@ -86,14 +86,12 @@ class ParamBucket(Versioned):
 
     def memory(self, master: nn.Parameter) -> Tensor | SplitTensor:
         """Return where the optimizer finds the numbers of ``master``."""
-        for flat in self._flats if id(master) in self._formats.hidden else ():
-            if (index := flat.index_of(master)) is not None:
-                return flat.memory(index)
-        return master.data
+        held = self._held.get(id(master)) if id(master) in self._formats.hidden else None
+        return master.data if held is None else held[0].memory(held[1])
 
     def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
         """Refresh the working copies of elements ``start`` to ``end`` of one contiguous master."""
-        for flat in self._flats:
-            flat.refresh_part(master, start, end)
+        if (held := self._held.get(id(master))) is not None:
+            held[0].refresh_part(held[1], start, end)
         if id(master) in self._copies:
             self._copies[id(master)].view(-1)[start:end].copy_(master.detach().view(-1)[start:end])

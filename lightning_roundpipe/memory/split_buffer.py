@@ -26,11 +26,6 @@ def is_halved(segment: ParamSlice, place: ParamSlice) -> bool:
     return segment.dtype is torch.float32 and place.dtype is torch.bfloat16
 
 
-def _veil(master: nn.Parameter) -> Tensor:
-    """Return what the ``.data`` of a master is while its values are split: one NaN, expanded to its shape."""
-    return torch.full((), math.nan, dtype=master.dtype).expand(master.shape)
-
-
 class SplitBuffer:
     """One flat buffer in the two forms above. It is joined, and has no values yet, when it is made.
 
@@ -61,7 +56,7 @@ class SplitBuffer:
         self.buffer = device.host_buffer(max(size_of(segments), end))
         self.homes = [with_own_storage(segment, self.buffer) for segment in segments]
         self._halves = {index: self._halves_in(self.buffer, index) for index in self._lows}
-        self._veils = [_veil(master) for master in masters]
+        self._veils = [torch.full((), math.nan, dtype=master.dtype).expand(master.shape) for master in masters]
         self.is_split = False
 
     def _halves_in(self, buffer: Tensor, index: int) -> SplitTensor:

@@ -69,7 +69,7 @@ class Announcements:
 
     def after(self) -> None:
         """Announce the plan after a batch, if it is new."""
-        plan = self._engine.learned.plan
+        plan = self._engine.context.learned.plan
         if plan is not None and plan is not self._plan:
             self._plan = plan
             self._inform(PREFIX + self._planned(plan))
@@ -80,9 +80,9 @@ class Announcements:
     def _compare(self) -> None:
         """Name the strategy that is likely faster, if a device holds at once what the host holds here."""
         engine = self._engine
-        costs, devices = engine.learned.costs, engine.worker_pool.devices
-        limit = worker_bytes(engine.options, devices)
-        if limit is None or engine.options.memory_budget is not None or not self._module.automatic_optimization:
+        costs, devices = engine.context.learned.costs, engine.context.pool.devices
+        limit = worker_bytes(engine.context.options, devices)
+        if limit is None or engine.context.options.memory_budget is not None or not self._module.automatic_optimization:
             return
         assert costs is not None and self.planned_host_bytes is not None
         whole = self.planned_host_bytes + costs.stage_bytes(0, len(costs) - 1, "fused").activations
@@ -114,15 +114,15 @@ class Announcements:
 
     def _planned(self, plan: Plan) -> str:
         engine = self._engine
-        costs, workers = engine.learned.costs, len(engine.worker_pool.workers)
+        costs, workers = engine.context.learned.costs, len(engine.context.pool.workers)
         assert costs is not None
-        memory = peak_bytes(plan, costs, engine.options, engine.worker_pool.devices)
+        memory = peak_bytes(plan, costs, engine.context.options, engine.context.pool.devices)
         microbatches = len(self._sizes or [1])
         stages = len(plan.stages()) * -(-microbatches // plan.round_microbatches)
         few = f" on {stages} of {plural(workers, 'device')} at a time" if stages < workers else ""
         took = ""
-        if engine.options.plan != "static":
-            cores = None if engine.worker_pool.accelerator is not None else concurrent_devices()
+        if engine.context.options.plan != "static":
+            cores = None if engine.context.pool.accelerator is not None else concurrent_devices()
             took = f", at least {seconds(planned_seconds(plan, costs, workers, microbatches, cores))} a step"
         named, products = plural(len(plan.stages()), "stage"), carried_bytes(plan, costs, workers)
         carried = f", up to {gib(products)} of carried products on the host" if products else ""
@@ -132,7 +132,7 @@ class Announcements:
 def uncompiled(engine: Engine, module: nn.Module) -> list[str]:
     """Return a message if user code has compiled modules, which run as written on workers."""
     compiled = [n for n, m in module.named_modules() if m._compiled_call_impl is not None or "_orig_mod" in m._modules]
-    if not compiled or engine.options.compile_layers:
+    if not compiled or engine.context.options.compile_layers:
         return []
     return [
         f"torch.compile was applied to {compiled[0]!r}, which runs as it is written on workers: set "
@@ -142,7 +142,7 @@ def uncompiled(engine: Engine, module: nn.Module) -> list[str]:
 
 def name_devices(engine: Engine) -> str:
     """Return the devices in words: ``"4 emulated devices"`` or ``"2 GPUs"``."""
-    pool = engine.worker_pool
+    pool = engine.context.pool
     return plural(len(pool.workers), "emulated device" if pool.accelerator is None else "GPU")
 
 

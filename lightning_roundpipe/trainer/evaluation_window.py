@@ -43,7 +43,7 @@ class EvaluationWindow:
 
     def __init__(self, module: LightningModule, engine: Engine, options: Options) -> None:
         self._module, self._engine, self._pipeline = module, engine, engine.evaluations
-        devices = len(engine.worker_pool.devices)
+        devices = len(engine.context.pool.devices)
         self._size = options.evaluation_batches * devices if options.overlap else 1
         self._flights: deque[tuple[Any, Batch]] = deque()
         """Batches of the loader, in order, and what runs their steps."""
@@ -94,7 +94,7 @@ class EvaluationWindow:
         if self._fetcher is None:
             return None
         self._engine.begin_evaluations(self._kind, self._size)
-        formats = self._engine.formats
+        formats = self._engine.model.formats
         self._rolls = not (formats.sets_default or formats.hidden)
         self._around.enter_context(recorded_logs(LightningModule, lambda: getattr(self._thread, "logs", None)))
         run = self._start(args)

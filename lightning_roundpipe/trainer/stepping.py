@@ -28,6 +28,7 @@ from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.optim.partial_optimizer import copy_state
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.trainer.hook_audit import (
+    DECLARE,
     FlushOptimizer,
     Settle,
     listening,
@@ -151,7 +152,7 @@ class Stepping:
                 return  # the gradients accumulated in .grad stay there until the step that uses them
             self._settle_for(looks)
         self._listening = now
-        form, staleness = self._engine.options.optimizer_state, self._engine.options.staleness
+        form, staleness = self._engine.context.options.optimizer_state, self._engine.context.options.staleness
         if form != FP32 and (why := reason or self._unpackable()) is not None:
             raise MisconfigurationException(
                 f"optimizer_state={form!r} unpacks moments of Adam and AdamW as layers are updated one by one, which "
@@ -161,7 +162,7 @@ class Stepping:
             if not self.apart:
                 self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
             if self._engine.updates is not None:
-                self._engine.updates.keeps_gradients = reads_gradients(looks)
+                self._engine.updates.gradients.keeps = reads_gradients(looks)
         elif staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
@@ -200,13 +201,10 @@ class Stepping:
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
         for optimizer in self._optimizers:
             reason = reason or stepped_by_parameter(optimizer)
-            if self._engine.formats.sets_default:
-                reason = reason or goes_by_default_format(optimizer, double=self._engine.formats.low is None)
+            if self._engine.model.formats.sets_default:
+                reason = reason or goes_by_default_format(optimizer, double=self._engine.model.formats.low is None)
         if reason is None and (looking := slowed_by(looks)) is not None:
-            reason = (
-                f"{looking} may read weights or gradients after each batch (the class attribute "
-                "roundpipe_passive_hooks = True declares that it does not)"
-            )
+            reason = f"{looking} may read weights or gradients after each batch {DECLARE}"
         return reason
 
     def _unpackable(self) -> str | None:

@@ -57,8 +57,6 @@ class AsyncOptimizer:
         optimizer: the optimizer.
         gradients: what batches have accumulated, and what ``.grad`` shows between steps. Call `settle` before its
             methods for the main thread.
-        keeps_gradients: whether the gradients that a step has used stay until the next batch, for ``gradients.show``.
-            Otherwise the gradients of other layers take their memory.
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
         whole: whether no submitted update has failed or was left out.
@@ -82,7 +80,6 @@ class AsyncOptimizer:
         # Several machines accumulate nothing outside of the optimizer, as they sum the gradients of each step anew.
         self._outside: Callable[[], AbstractSet[int]] = self.optimizer.outside if exchange is None else frozenset
         self.gradients = WindowGradients(self.buckets, self._outside)
-        self.keeps_gradients = True
         self.stepper = BucketStepper(self.buckets, pool, self.gradients, staleness, self._scales, exchange)
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
         self.torn, self.whole = False, True
@@ -135,7 +132,7 @@ class AsyncOptimizer:
         self.gradients.is_open = False
         step = OptimizerStep(
             self.submitted, batch, Hyperparameters.of(optimizer), clip, self.optimizer.partial(optimizer),
-            self._scales.last, self._outside(), self.keeps_gradients,
+            self._scales.last, self._outside(), self.gradients.keeps,
         )  # fmt: skip
         self._post(lambda: self.stepper.run(step))
 

@@ -61,7 +61,7 @@ class OptimizerStep:
         partial_optimizer: steps some of the optimizer's parameters.
         scale: the loss scale, which the gradients of all its batches were multiplied by.
         outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
-        keeps: whether its gradients stay until the next batch, see `AsyncOptimizer`.
+        keeps: see `WindowGradients`.
     """
 
     number: int

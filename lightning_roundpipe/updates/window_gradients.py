@@ -95,12 +95,14 @@ class WindowGradients:
     Attributes:
         accumulated: what batches have accumulated, by bucket.
         is_open: whether a batch has been accumulated that no step has used.
+        keeps: whether the gradients that a step has used stay until the next batch, for `show`. Otherwise the gradients
+            of other layers take their memory.
     """
 
     def __init__(self, buckets: Sequence[ParamBucket], outside: Callable[[], AbstractSet[int]]) -> None:
         self._buckets, self._outside = buckets, outside
         self.accumulated = {bucket: Accumulated() for bucket in buckets}
-        self.is_open = False
+        self.is_open, self.keeps = False, True
         self._used: dict[ParamBucket, dict[int, Tensor]] = {}
         """The gradients that the last step has used, by bucket and id of the master."""
         self._used_in: Sequence[HostGradSums] = ()

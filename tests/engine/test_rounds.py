@@ -11,6 +11,7 @@ from engine_rounds import Boom, Engined, Round, run
 from patience import until
 
 from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
@@ -23,15 +24,15 @@ def test_rounds() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(2))
-@pytest.mark.xfail(strict=False, reason="one round in about 2,000 (seed 1703, not each time) ends with NaN")
 def test_many_rounds(part: int) -> None:
     for seed in range(100):
         run(1000 + 700 * part + seed)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int) -> None:
+def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the next window begins: the step in flight has failed with it, and is over when the error is raised."""
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # or all might be stepped in one call
     drawn = replace(Round.draw(0), apart=True, overlap=True, plan=None, staleness=staleness, error=None)
     ours = Engined(drawn, Emulation())
     try:
