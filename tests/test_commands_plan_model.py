@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub
 import pytest
 from huggingface_hub import try_to_load_from_cache
 from transformers import LlamaConfig
 
-from lightning_roundpipe.commands import choices, plan
+from lightning_roundpipe.commands import plan
 from lightning_roundpipe.commands.machines import choose_machine, read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
@@ -447,7 +448,7 @@ def test_a_model_of_the_hub_that_is_in_the_cache(command: Any, tmp_path: Path, m
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
     (folder / "snapshots" / commit / "config.json").write_text(json.dumps(config.to_dict()))
-    monkeypatch.setattr(choices, "try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path))
     code, out, err = command("model=someone/tiny", *TINY[1:])
     assert (code, err) == (0, "") and out.startswith("Fits: ")
     code, _, err = command("model=someone/other", *TINY[1:])

@@ -155,9 +155,9 @@ class Within(Recorded):
     [
         (doubled, r"register_hook was called on a parameter.*on_train_batch_start"),
         (after_accumulation, r"register_post_accumulate_grad_hook was called on a parameter.*on_train_batch_start"),
-        (after_the_step, r"SGD has a step hook, which was registered or replaced within the batch.*Do it between"),
-        (replaced_step, r"step\(\) of SGD was replaced in the instance, which was .*Do it between batches"),
-        (hook_of_the_module, r"overrides on_before_optimizer_step, which was |attribute 'on_before_optimizer_step' of"),
+        (after_the_step, r"SGD has a step hook. It was registered or replaced within the batch.*Do it between"),
+        (replaced_step, r"step\(\) of SGD was replaced in the instance. It was .*Do it between batches"),
+        (hook_of_the_module, r"overrides on_before_optimizer_step.* It was |attribute 'on_before_optimizer_step' of"),
     ],
 )
 def test_within_training_step_it_is_refused(register: Register, error: str) -> None:

@@ -230,8 +230,8 @@ class Stepping:
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
         if reason is not None:
             raise RoundPipeError(
-                f"{reason}, which was registered or replaced within the batch, when its optimizer step had been "
-                "prepared without it. Do it between batches, for example in on_train_batch_start."
+                f"{reason}. It was registered or replaced within the batch, when its optimizer step had been prepared "
+                "without it. Do it between batches, for example in on_train_batch_start."
             )
 
     def step(self, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
