@@ -316,8 +316,8 @@ class Watched:
 
         def uploading(uploads: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
             masters = layer.bucket.version
-            if masters != slot.version and layer.bucket.masters:
-                self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.version}")
+            if masters != slot.spec.version and layer.bucket.masters:
+                self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.spec.version}")
             with self._lock:
                 self.seen += 1
             upload(uploads, slot, layer, *args)
