@@ -1,4 +1,4 @@
-"""How training goes: plain Lightning beside staleness 0 and 1, for several seeds.
+"""How training goes: plain Lightning beside staleness 0 and 1, or packed moments, for several seeds.
 
 A small Llama learns the bytes of Python's help topics, with AdamW, warmup, a cosine schedule and gradient clipping. For
 each seed all ways start from the same weights and see the same batches in the same order, so only the way differs.
@@ -6,7 +6,7 @@ Staleness 0 differs from plain training by rounding, which grows over a thousand
 the scale on which to read staleness 1. Each learning rate is a row of the picture; a high one is hard on gradients that
 are a step old.
 
-    .venv/bin/python benchmarks/convergence.py [--lr 3e-4 1e-3 1e-2]
+    .venv/bin/python benchmarks/convergence.py [--lr 3e-4 1e-3 1e-2] [--ways plain "bf16 moments" "int8 moments"]
 """
 
 from __future__ import annotations
@@ -34,9 +34,21 @@ from lightning_roundpipe.data import PackedText, pydoc_topics
 from lightning_roundpipe.data.sequences import Sequences
 from lightning_roundpipe.tasks import CausalLM
 
-WAYS: dict[str, dict[str, Any] | None] = {"plain": None, "staleness 0": {}, "staleness 1": {"staleness": 1}}
+WAYS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "staleness 0": {},
+    "staleness 1": {"staleness": 1},
+    "bf16 moments": {"optimizer_state": "bf16"},
+    "int8 moments": {"optimizer_state": "int8"},
+}
 """Name and settings of the strategy."""
-LINES = {"plain": ("#555555", "-"), "staleness 0": ("#1f77b4", "--"), "staleness 1": ("#d95f02", "-")}
+LINES = {
+    "plain": ("#555555", "-"),
+    "staleness 0": ("#1f77b4", "--"),
+    "staleness 1": ("#d95f02", "-"),
+    "bf16 moments": ("#7570b3", "-."),
+    "int8 moments": ("#e7298a", ":"),
+}
 """Colour and style. Staleness 0 is dashed, for it lies on plain training."""
 LENGTH, BATCH, MICROBATCHES, WORKERS = 64, 4, 2, 2
 HELD_OUT = 256
@@ -117,7 +129,7 @@ Results = dict[tuple[float, str], list[Run]]
 
 def run_all(options: argparse.Namespace) -> Results:
     data = PackedText(pydoc_topics(), Bytes(), LENGTH, BATCH, max_validation_sequences=HELD_OUT)  # type: ignore[arg-type]
-    found: Results = {key: [] for key in itertools.product(options.lr, WAYS)}
+    found: Results = {key: [] for key in itertools.product(options.lr, options.ways)}
     for (lr, way), seed in track(list(itertools.product(found, range(options.seeds))), "runs"):
         found[lr, way].append(train(lr, seed, way, data, options.steps))
     return found
@@ -155,7 +167,7 @@ def draw(options: argparse.Namespace, results: Results, path: Path) -> None:
     )
     for lr, (training, validation, difference) in zip(options.lr, grid, strict=True):
         plain = torch.stack([smoothed(run) for run in results[lr, "plain"]])
-        for way in WAYS:
+        for way in options.ways:
             line = LINES[way]
             runs = results[lr, way]
             losses = torch.stack([smoothed(run) for run in runs])
@@ -194,6 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--lr", type=float, nargs="+", default=[3e-4, 1e-3, 1e-2], help="learning rates at their highest"
     )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3], help="'plain' first")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/convergence.png"))
     options = parser.parse_args()
     if options.steps < SMOOTHING or options.steps % VALIDATIONS:

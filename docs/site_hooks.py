@@ -1,16 +1,18 @@
-"""What MkDocs runs while it builds the site: links, marks, and the reference from the code.
+"""What pages generate: tables from the code, and what MkDocs changes while it builds the site.
 
-The pages in docs/ are read in two places, the site and the repository's web view. So what a page generates stands in it
-as a comment, which the web view does not show::
+The pages in docs/ are read in two places, the site and the repository's web view. So generated parts are in the pages,
+between two comments. Nothing between them is written by hand: run this file after a change, which a test asks for::
 
-    <!-- options -->                                every option of RoundPipeStrategy
-    <!-- api: lightning_roundpipe.callbacks -->     every name in that package's __all__, or one name
-    <!-- configuration -->                          every group of conf/ and its choices
-    <!-- commands -->                               every console command with its help
-    <!-- mistakes -->                               every message of tests/mistakes, with its remedy
+    <!-- options -->            every option of RoundPipeStrategy
+    <!-- configuration -->      every group of conf/ and its choices
+    <!-- commands -->           every console command with its help
+    <!-- mistakes -->           every message of tests/mistakes, with its remedy
+    <!-- end of options -->     and so on
 
-Links to files outside docs/ lead to the repository. A public name without documentation is a warning, and MkDocs makes
-every warning an error. Nothing here imports the package: the code is read by griffe, as mkdocstrings reads it.
+Only on the site, ``<!-- api: lightning_roundpipe.callbacks -->`` stands for the documentation of every name in that
+package's ``__all__``, or of one name. Links to files outside docs/ lead to the repository. A public name without
+documentation is a warning, and MkDocs makes every warning an error. Nothing here imports the package: the code is read
+by griffe, as mkdocstrings reads it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import ast
 import functools
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -36,7 +39,8 @@ STRATEGY = "lightning_roundpipe.strategy.RoundPipeStrategy"
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?![a-z]+:|#)(?P<target>[^)\s]+)\)")
 _FENCE = re.compile(r"(^ *```.*?^ *```\s*?$|`[^`\n]+`)", flags=re.MULTILINE | re.DOTALL)
-_MARK = re.compile(r"^<!-- (options|api|configuration|commands|mistakes)(?:: (\S+))? -->$", flags=re.MULTILINE)
+_API = re.compile(r"^<!-- api: (\S+) -->$", flags=re.MULTILINE)
+_PART = re.compile(r"^<!-- (\w+) -->\n.*?^<!-- end of \1 -->$", flags=re.MULTILINE | re.DOTALL)
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -50,14 +54,14 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Fill in what is generated, and lead links that leave docs/ to the repository."""
+    """Fill in the documentation of names, and lead links that leave docs/ to the repository."""
     source = Path(page.file.src_uri)
     markdown = _FENCE.sub(lambda match: match[0].replace("](", "]\0("), markdown)
     markdown = _LINK.sub(functools.partial(_absolute, DOCS / source.parent), markdown).replace("]\0(", "](")
     if source.parts[0].startswith("compatibility"):
         markdown = re.sub(r"^(\|[^|\n]+\|) (works|refused)", _marked, markdown, flags=re.MULTILINE)
         markdown = re.sub(r"`(tests/[\w/]+\.py)::(\w+)`", _shown_by, markdown)
-    return _MARK.sub(lambda match: _GENERATED[match[1]](match[2]), markdown)
+    return _API.sub(lambda match: _api(match[1]), markdown)
 
 
 def _absolute(folder: Path, link: re.Match[str]) -> str:
@@ -103,7 +107,7 @@ def public_modules() -> dict[str, list[str]]:
 
 def documented() -> set[str]:
     """The public names that docs/reference.md has, as it asks for them."""
-    asked = [what for kind, what in _MARK.findall((DOCS / "reference.md").read_text()) if kind == "api"]
+    asked = _API.findall((DOCS / "reference.md").read_text())
     return {name for what in asked for name in _names(what)}
 
 
@@ -149,9 +153,9 @@ def options() -> dict[str, tuple[str, str, str]]:
     return {one.name: (str(one.annotation), str(one.default), meanings[one.name]) for one in own if one.name != "self"}
 
 
-def _options(_: str) -> str:
+def _options() -> str:
     return "\n\n".join(
-        f"### `{name}`\n\n`{kind}`, default `{default}`\n{{ .option }}\n\n{_sentence(meaning)}"
+        f"### `{name}`\n\n`{kind}`, default `{default}`\n\n{_sentence(meaning)}"
         for name, (kind, default, meaning) in options().items()
     )
 
@@ -172,14 +176,13 @@ def groups() -> dict[str, str]:
     return {**named, **{name: "machines that `roundpipe-plan` knows" for name in others if name not in named}}
 
 
-def _configuration(_: str) -> str:
-    parts = [_collapsed("conf/train.yaml", ROOT / "conf" / "train.yaml")]
+def _configuration() -> str:
+    parts = ["[conf/train.yaml](../conf/train.yaml) chooses one of each group."]
     for group, meaning in groups().items():
         files = sorted((ROOT / "conf" / group).glob("*.yaml"))
-        parts.append(f"## `{group}`\n\n{_sentence(meaning)}.")
-        rows = [f"| `{file.stem}` | {_head(file)} |" for file in files]
-        parts.append("\n".join(["| choice | what it is |", "| --- | --- |", *rows]))
-        parts += [_collapsed(f"conf/{group}/{file.name}", file) for file in files]
+        rows = [f"| [`{file.stem}`](../conf/{group}/{file.name}) | {_head(file)} |" for file in files]
+        table = "\n".join(["| choice | what it is |", "| --- | --- |", *rows])
+        parts.append(f"## `{group}`\n\n{_sentence(meaning)}.\n\n{table}")
     return "\n\n".join(parts)
 
 
@@ -195,17 +198,13 @@ def _head(file: Path) -> str:
     return re.sub(r"([*_<|\[])", r"\\\1", text)
 
 
-def _collapsed(title: str, file: Path) -> str:
-    text = "\n".join(f"    {line}".rstrip() for line in file.read_text().splitlines())
-    return f'??? note "{title}"\n\n    ```yaml\n{text}\n    ```'
-
-
-def _commands(_: str) -> str:
+def _commands() -> str:
     parts = []
     for name, place in PROJECT["scripts"].items():
         module, _, function = place.partition(":")
         code = f"import sys; sys.argv = ['{name}', '--help']; from {module} import {function}; {function}()"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        environment = {**os.environ, "COLUMNS": "80"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name} --help failed:\n{done.stderr}")
         parts.append(f"## `{name}`\n\n```text\n{done.stdout.strip()}\n```")
@@ -238,7 +237,7 @@ def _section(file: Path, name: str) -> tuple[str, list[list[str]]]:
     raise LookupError(f"{file} has no {name}")
 
 
-def _mistakes(_: str) -> str:
+def _mistakes() -> str:
     head = "| what is wrong | the message begins | what to do |\n| --- | --- | --- |\n"
     return "\n\n".join(
         f"## {section}\n\n{head}" + "\n".join(f"| {what} | `{says}` | {remedy} |" for what, says, remedy in rows)
@@ -246,10 +245,14 @@ def _mistakes(_: str) -> str:
     )
 
 
-_GENERATED = {
-    "options": _options,
-    "api": _api,
-    "configuration": _configuration,
-    "commands": _commands,
-    "mistakes": _mistakes,
-}
+_GENERATED = {"options": _options, "configuration": _configuration, "commands": _commands, "mistakes": _mistakes}
+
+
+def filled(page: str) -> str:
+    """The text of a page with its generated parts made anew."""
+    return _PART.sub(lambda part: f"<!-- {part[1]} -->\n\n{_GENERATED[part[1]]()}\n\n<!-- end of {part[1]} -->", page)
+
+
+if __name__ == "__main__":
+    for path in DOCS.glob("*.md"):
+        path.write_text(filled(path.read_text()))

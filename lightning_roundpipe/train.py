@@ -164,6 +164,11 @@ def by_adapters(with_adapters: float, without: float, *, _root_: DictConfig) -> 
     return with_adapters if _root_.lora else without
 
 
+def emulated(*, _root_: DictConfig) -> bool:
+    """Return whether devices are emulated ones, of the group ``trainer``."""
+    return bool(_root_.trainer.get("accelerator") == "cpu")
+
+
 def tenth_of(steps: Any) -> int:
     """Return a tenth of ``steps``, rounded down; 0 if it is not a whole number, which another check refuses."""
     return max(0, steps // 10) if isinstance(steps, int) else 0
@@ -188,6 +193,7 @@ def product(one: Any, other: Any) -> int:
 
 OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("by_adapters", by_adapters, replace=True)
+OmegaConf.register_new_resolver("emulated", emulated, replace=True)
 OmegaConf.register_new_resolver("tenth_of", tenth_of, replace=True)
 OmegaConf.register_new_resolver("by_rows", by_rows, replace=True)
 OmegaConf.register_new_resolver("batches_of_step", batches_of_step, replace=True)

@@ -210,7 +210,8 @@ class Plainly:
     def __init__(self, staleness: int) -> None:
         self.network = Network(Fuse())
         self.read = copy.deepcopy(self.network) if staleness else self.network
-        self._optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1, momentum=0.5)
+        # A rate with which no round diverges: rounding alone would then tell weights apart.
+        self._optimizer = torch.optim.SGD(self.network.parameters(), lr=0.05, momentum=0.5)
 
     def window(self, microbatches: Sequence[tuple[Tensor, list[int]]]) -> None:
         self.network.zero_grad()
@@ -243,7 +244,7 @@ class Engined:
         )  # fmt: skip
         devices = make_emulated([torch.device("cpu")] * drawn.devices, emulation)
         self.engine = Engine(self.module, devices, options, lambda text: None)
-        self._optimizer = FusedSGD(self.fuse, self.network.parameters(), lr=0.1, momentum=0.5)
+        self._optimizer = FusedSGD(self.fuse, self.network.parameters(), lr=0.05, momentum=0.5)
         if drawn.apart:
             self.engine.enable_async_optimizer(lambda: self._optimizer)
 

@@ -486,15 +486,6 @@ def assert_tensors_same(plain: Any, other: Any, rtol: float = RTOL, atol: float 
     _fail_on(_compare_group(dict(_leaves(what, plain)), dict(_leaves(what, other)), _near(rtol, atol)))
 
 
-def relative_distance(a: Gradients, b: Gradients) -> float:
-    """|a - b| / |a|, all tensors taken as one vector."""
-    assert a.keys() == b.keys()
-    assert all((a[name] is None) == (b[name] is None) for name in a), "a gradient is None in one run only"
-    pairs = [(x.double(), b[name].double()) for name, x in a.items() if x is not None]  # type: ignore[union-attr]
-    gap = sum(float((x - y).square().sum()) for x, y in pairs)
-    return float((gap / sum(float(x.square().sum()) for x, _ in pairs)) ** 0.5)
-
-
 _SINGULAR = {"losses": "loss", "grads": "gradient of", "outputs": "output", "rng": "random state"}
 _Judge = Callable[[Tensor, Tensor, float], float]
 

@@ -44,16 +44,16 @@ def join(threads: Sequence[threading.Thread]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
 
 
-def longer_each_try(test: Callable[..., None]) -> Callable[..., None]:
-    """Let ``test``, which takes ``times``, succeed with one of `TIMES`. It multiplies its delays and bounds by it."""
+def longer_each_try(test: Callable[..., None], each: Sequence[float] = TIMES) -> Callable[..., None]:
+    """Let ``test``, which takes ``times``, succeed with one of ``each``. It multiplies its delays and bounds by it."""
 
     @functools.wraps(test)
     def tried(**given: Any) -> None:
-        for times in TIMES:
+        for times in each:
             try:
                 return test(times=times, **given)
             except Exception:
-                if times == TIMES[-1]:
+                if times == each[-1]:
                     raise
 
     signature = inspect.signature(test)

@@ -7,15 +7,16 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from large_runs import watched
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -215,64 +216,36 @@ class Broad(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Anonymous(threading.Thread):
-    """The most memory of this process that is no file's, in bytes, until `end`."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most, self._over = 0, threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(0.002):
-            self.most = max(self.most, self.now())
-
-    def end(self) -> int:
-        self._over.set()
-        self.join()
-        return self.most
-
-    @staticmethod
-    def now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
 def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
     """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes."""
-    path, grew = folder.parent / "broad.ckpt", 0
-    loaded, anonymous = 0, Anonymous()
+    path, loading, saving = folder.parent / "broad.ckpt", ExitStack(), {"peak": 0}
 
     class SavesAtTheEnd(pl.Callback):
         roundpipe_passive_hooks = ("on_train_batch_end",)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            nonlocal loaded
-            loaded = anonymous.end() if resume else 0
+            loading.close()
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            nonlocal grew
             if resume:
                 trainer.strategy._running()[1].settle()  # the first update copies the state
                 assert path.name not in Path("/proc/self/maps").read_text(), "the file is still in use"
             elif batch_idx == 2:
                 trainer.strategy._running()[1].settle()
-                before, saving = Anonymous.now(), Anonymous()
-                saving.start()
-                trainer.save_checkpoint(path)
-                grew = saving.end() - before
+                with watched() as found:
+                    trainer.save_checkpoint(path)
+                saving.update(found)
 
     module, data = Broad(), torch.randn(16, 1024, generator=torch.Generator().manual_seed(RANK))
     trainer = trainer_of(
         ours(num_microbatches=2), num_nodes=MACHINES, max_epochs=1 + resume, use_distributed_sampler=False,
         callbacks=[SavesAtTheEnd()], default_root_dir=folder,
     )  # fmt: skip
-    before_fit = Anonymous.now()
-    if resume:
-        anonymous.start()
+    loaded = loading.enter_context(watched())
     with quiet():
         trainer.fit(module, DataLoader(data, 4), ckpt_path=path if resume else None)
     held = sum(value.nbytes for state in trainer.optimizers[0].state.values() for value in state.values())
-    return {"grew": grew, "held": held, "loaded": loaded - before_fit, "state": module.state_dict()}
+    return {"grew": saving["peak"], "held": held, "loaded": loaded["peak"], "state": module.state_dict()}
 
 
 class Counting(pl.LightningModule):
@@ -446,7 +419,7 @@ class Faulty(Counting):
         if self.kind == "another exchange" and self.trainer.global_step == 8:
             self.trainer.strategy.barrier() if RANK else self.trainer.strategy.reduce(torch.tensor(1.0))
         if self.kind == "is slow" and RANK == 1 and not batch_idx:
-            time.sleep(12)
+            time.sleep(22)
         if self.kind == "own plateau":
             self.log("val", float(self.current_epoch * (1 - 2 * RANK)), sync_dist=False)
             return
@@ -466,14 +439,15 @@ class Numbers(IterableDataset[Tensor]):
         return iter(torch.arange(4.0 * self.count).repeat(4, 1).T.contiguous())
 
 
-def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
-    """A run in which one machine fails."""
+def fault(folder: Path, kind: str, timeout: float | None = None) -> dict[str, Any]:
+    """A run in which one machine fails. The timeout is long, unless the run waits for its end."""
     rows = 16 if kind == "fewer batches" and RANK == 1 else 32
     data = torch.arange(float(rows)).repeat(4, 1).T.contiguous()
     training = DataLoader(data, 4)
     if kind == "fewer batches that nobody counts":
         training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
     options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
+    timeout = timeout or (20.0 if kind in ("stopped", "is slow") else 60.0)
     module = Faulty(kind)
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
     trainer = trainer_of(

@@ -25,7 +25,7 @@ from lightning_roundpipe import RoundPipeWarning
 
 DEVICES = on_devices(3)
 WINDOWS = pytest.mark.parametrize("window", [4])
-VOCABULARY, IMAGE, START, END = 24, 3, 4, 5
+VOCABULARY = 24
 EPOCHS = {"max_epochs": 2}
 
 Loss = Callable[[Any, Any], Any]
@@ -161,13 +161,6 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def only_some(module: Any, x: Tensor) -> Tensor | None:
-    return None if len(x) == 3 else module(x).square().mean()
-
-
-script("None for some batches", lambda: Script(blocks(), only_some), parts, **EPOCHS)
-
-
 # ------------------------------------------------------------------------------------------------------ images and text
 
 
@@ -184,31 +177,6 @@ def clip() -> nn.Module:
 
 
 script("CLIPModel(return_loss=True)", lambda: Script(clip(), lambda m, b: m.net(**b).loss), pairs, rtol=1e-4)
-
-
-def qwen() -> nn.Module:
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    text = small(vocab_size=VOCABULARY, num_key_value_heads=2, rope_parameters=rope, bos_token_id=1, eos_token_id=2)
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 1, "patch_size": 2}
-    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 1, "in_channels": 3}
-    special = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 6}
-    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **special)
-    return transformers.Qwen2VLForConditionalGeneration(config)
-
-
-def packed_images() -> list[dict[str, Tensor]]:
-    """The patches of all images of a batch stand in one tensor, of another length than the batch."""
-    found = []
-    for count in (1, 2, 3, 2, 1):
-        ids = torch.randint(7, VOCABULARY, (count, 6), generator=generator(count))
-        ids[:, 1], ids[:, 2], ids[:, 3] = START, IMAGE, END
-        batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-        batch |= {"mm_token_type_ids": (ids == IMAGE).int(), "pixel_values": values(4 * count, 12)}
-        found.append(batch | {"image_grid_thw": torch.tensor([[1, 2, 2]] * count)})
-    return found
-
-
-script("Qwen2-VL", lambda: Script(qwen(), lambda m, b: m.net(**b).loss), packed_images, rtol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint

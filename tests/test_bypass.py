@@ -10,74 +10,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import lightning.pytorch as pl
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
 from harness import Result, assert_same, halves, ours, run
+from small_net import WIDTH, Net, all_of, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import ReformerConfig, ReformerModelWithLMHead
 
 from lightning_roundpipe.config import RoundPipeError
 
-WIDTH = zoo.WIDTH
 Between = Callable[[Any, Tensor], Tensor]
 GRID = [(1, 1), (4, 2)]
 """Numbers of microbatches and devices."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.outer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
-class Net(pl.LightningModule):
-    """Five layers, and parameters beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 5)
-        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
-        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.arrange()
-
-    def arrange(self) -> None:
-        """What a case adds."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return h
-
-    def body(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = block(h)
-        return h
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.between(self.body(self.between(self.stem(x)))))
-
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self(batch["x"]), batch["y"])
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return zoo.modules.sgd([p for p in self.parameters() if p.requires_grad])
-
-
-def make(**methods: Any) -> Net:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return type("Net", (Net,), methods)()
 
 
 def batches() -> list[zoo.Batch]:
@@ -100,11 +48,6 @@ def check_equal(module: Net, *, some: bool = False) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ attributes of tensors
-
-
-def all_of(self: Net, h: Tensor) -> Tensor:
-    """Every parameter is used, whatever the case uses."""
-    return h * self.gain @ self.mix
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -5,7 +5,6 @@ What a callback looks at is in `test_hook_audit.py`; that hooks come in order is
 
 from __future__ import annotations
 
-import csv
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +24,8 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
@@ -96,34 +94,6 @@ def test_model_checkpoint_every_n_steps(tmp_path: Path) -> None:
         enable_checkpointing=True,
     )
     assert assert_same_checkpoints(tmp_path) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
-
-
-class Boom(Exception):
-    pass
-
-
-class FailAt(pl.Callback):
-    """Raises when a batch starts."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.batch:
-            raise Boom
-
-
-def test_model_checkpoint_on_exception(tmp_path: Path) -> None:
-    def saving(kind: str) -> list[pl.Callback]:
-        return [ModelCheckpoint(tmp_path / kind, filename="{step}", save_on_exception=True), FailAt(2)]
-
-    for kind, strategy, devices in (("plain", "auto", 1), ("ours", ours(num_microbatches=3), 2)):
-        with pytest.raises(Boom):
-            run(strategy, MLP, BATCHES, devices=devices, callbacks=saving(kind), enable_checkpointing=True)
-    [name] = assert_same_checkpoints(tmp_path)
-    assert "step=2" in name
 
 
 def test_early_stopping() -> None:
@@ -345,16 +315,6 @@ def test_progress_bars(bar: type[callbacks.ProgressBar], capsys: pytest.CaptureF
     assert capsys.readouterr().out.count("Epoch 0") >= 2
 
 
-def test_rich_model_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
-    for kind in ("plain", "ours"):
-        strategy = ours(num_microbatches=3) if kind == "ours" else "auto"
-        run(strategy, MLP, BATCHES, devices=1, callbacks=[callbacks.RichModelSummary(max_depth=2)])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
-    assert "model.blocks" in said[0] and "Trainable params" in said[0]
-
-
 def test_learning_rate_monitor() -> None:
     class Scheduled(zoo.PlainClassifier):
         def configure_optimizers(self) -> Any:
@@ -377,45 +337,6 @@ def test_learning_rate_monitor() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- loggers
-
-
-def test_csv_logger(tmp_path: Path) -> None:
-    pair(
-        lambda kind: [],
-        max_epochs=2,
-        logger=lambda kind: CSVLogger(tmp_path, name=kind, version=0),
-        watch=False,
-    )
-    rows = []
-    for kind in ("plain", "ours"):
-        with open(tmp_path / kind / "version_0" / "metrics.csv") as file:
-            rows.append(list(csv.DictReader(file)))
-    plain, own = rows
-    assert len(plain) == len(own) > 6
-    for a, b in zip(plain, own, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert (a[key] == "") == (b[key] == "")
-            if a[key]:
-                assert float(b[key]) == pytest.approx(float(a[key]), rel=1e-4), key
-
-
-def test_tensorboard_logger(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    pair(lambda kind: [], logger=lambda kind: TensorBoardLogger(tmp_path, name=kind, version=0), watch=False)
-    found = []
-    for kind in ("plain", "ours"):
-        events = EventAccumulator(str(tmp_path / kind / "version_0"))
-        events.Reload()
-        found.append(
-            {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
-        )
-    plain, own = found
-    assert plain.keys() == own.keys() >= {"train/loss_step", "train/loss_epoch"}
-    for tag, points in plain.items():
-        assert [step for step, _ in own[tag]] == [step for step, _ in points]
-        assert [v for _, v in own[tag]] == pytest.approx([v for _, v in points], rel=1e-4), tag
 
 
 class OwnLogger(Logger):
@@ -472,39 +393,6 @@ def test_a_users_logger_is_told_the_same(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ profilers
-
-NAMES = ("training_step", "backward", "optimizer_step")
-
-
-def as_ours(action: str) -> str:
-    return action.replace("SingleDeviceStrategy", "RoundPipeStrategy")
-
-
-def test_simple_profiler_has_the_same_actions() -> None:
-    profilers: list[SimpleProfiler] = []
-
-    def profiler(kind: str) -> SimpleProfiler:
-        profilers.append(SimpleProfiler())
-        return profilers[-1]
-
-    pair(lambda kind: [], profiler=profiler, val_batches=VALIDATION, watch=False)
-    plain, own = (
-        {k: v for k, v in p.recorded_durations.items() if v and not k.startswith("[Callback]FlushOptimizer.")}
-        for p in profilers
-    )
-    assert {as_ours(name): len(times) for name, times in plain.items()} == {k: len(v) for k, v in own.items()}
-    step = [next(k for k in own if k.endswith(f"Strategy.{name}")) for name in NAMES[:2]]
-    inside = sum(sum(own[name]) for name in step)
-    assert 0 < inside <= sum(own["run_training_batch"]) <= sum(own["run_training_epoch"])
-
-
-def test_advanced_profiler() -> None:
-    profiler = AdvancedProfiler()
-    summaries: list[str] = []
-    profiler.teardown = lambda stage: summaries.append(profiler.summary())  # type: ignore[method-assign]
-    run(ours(num_microbatches=3), MLP, BATCHES, devices=2, profiler=profiler, watch=False)
-    assert all(f"Strategy.{name}" in summaries[0] for name in NAMES[:2]) and "optimizer_step" in summaries[0]
-    assert "train_batch" in summaries[0], "where the time goes on the main thread"
 
 
 def test_pytorch_profiler_sees_the_workers(tmp_path: Path) -> None:

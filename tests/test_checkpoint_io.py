@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import fcntl
-import multiprocessing
 import os
-import random
 import resource
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +23,6 @@ from faulty import BATCHES, MODULE
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from patience import until
 
 from lightning_roundpipe.trainer.checkpoint_io import UNFINISHED, WholeCheckpointIO
 
@@ -177,80 +173,6 @@ def test_other_places_are_lightnings() -> None:
         assert torch.load(file, weights_only=True)["number"] == 3
     with pytest.raises(TypeError, match="storage_options"):
         WholeCheckpointIO().save_checkpoint(numbered(3), "memory://somewhere/some.ckpt", storage_options={})
-
-
-# --------------------------------------------------------------------------------------------------------------- killed
-
-
-def killed(work: Callable[[Path], None], path: Path, seconds: float) -> None:
-    """Let a process do ``work`` until it has written something, and kill it ``seconds`` later.
-
-    It is forked from a server that has imported this file and computed nothing: in a fork of this process neither
-    OpenMP nor autograd would have the threads that an earlier test made them start.
-    """
-
-    def written() -> tuple[int, int]:
-        return path.stat().st_ino, path.stat().st_mtime_ns
-
-    before = written()
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([work.__module__])
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    process = server.Process(target=work, args=(path,), daemon=True)
-    process.start()
-    until(lambda: written() != before or not process.is_alive())
-    time.sleep(seconds)
-    assert process.is_alive(), f"it has ended by itself ({process.exitcode})"
-    process.kill()
-    process.join()
-
-
-def save_again_and_again(path: Path) -> None:
-    number = number_of(path)
-    while True:
-        number += 1
-        WholeCheckpointIO().save_checkpoint(numbered(number), path)
-
-
-@pytest.mark.slow
-def test_killed_while_it_is_written(path: Path) -> None:
-    """What is there is a whole checkpoint, each time; half a one was on its way at least once."""
-    draw = random.Random(0)
-    before, kills, unfinished = 1, 0, 0
-    while kills < 10 or not unfinished:
-        assert kills < 200, "never killed in the middle"
-        killed(save_again_and_again, path, draw.uniform(0.0, 0.05))
-        number = number_of(path)
-        assert number > before, "an older one came back"
-        before, kills = number, kills + 1
-        unfinished += len(files(path)) - 1
-
-
-def train_and_save(path: Path) -> None:
-    checkpoints = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=1, enable_version_counter=False)
-    trainer = trainer_of(checkpoints, max_epochs=-1, max_steps=-1)
-    trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
-
-
-@pytest.mark.slow
-def test_killed_while_training(tmp_path: Path) -> None:
-    """A checkpoint after each step, always in the same place: training goes on from it as if nothing had been."""
-    draw = random.Random(0)
-    path = tmp_path / "at.ckpt"
-    trainer = trainer_of(max_steps=1)
-    trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
-    trainer.save_checkpoint(path)
-    steps = []
-    for _ in range(4):
-        killed(train_and_save, path, draw.uniform(0.0, 0.3))
-        loaded = torch.load(path, weights_only=True)
-        assert loaded["state_dict"].keys() == MODULE.state_dict().keys()
-        steps.append(loaded["global_step"])
-    module = copy.deepcopy(MODULE)
-    resumed = trainer_of(max_epochs=-1, max_steps=steps[-1] + 2)
-    resumed.fit(module, harness.loader(SAME), ckpt_path=path)
-    assert resumed.global_step == steps[-1] + 2
-    assert_same_weights(whole_run(steps[-1] + 2), module)
 
 
 # ---------------------------------------------------------------------------------------------------------- in training

@@ -23,7 +23,7 @@ from lightning_roundpipe.config import parse_bytes
 
 def parser() -> Parser:
     made = Parser("roundpipe-probe", "Tries every kind of option.", ["file=a.json"], ["lora"])
-    add_option(made, "file", "what to read", required=True)
+    add_option(made, "file", "what to read")
     add_option(made, "workers", "how many", whole(1, 8), "N")
     add_option(made, "rate", "how fast", seconds)
     add_option(made, "format", "how to print it", one_of("table", "json"))
@@ -42,7 +42,6 @@ def test_values_are_read_whichever_way_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: --file"),
         (["file=a", "worker=2"], "There is no option 'worker'. Did you mean workers=?"),
         (["file=a", "--worker", "2"], "There is no option 'worker'. Did you mean workers=?"),
         (["file=a", "lora.r="], "lora.r= has no value: write lora.r=VALUE."),
@@ -99,6 +98,11 @@ def test_only_the_answer_is_on_standard_output(
     assert captured.err == "a library talks\n"
 
 
+def test_csv_has_a_column_for_each_value() -> None:
+    data = {"fits": True, "model": "a, b", "stages": [1], "host_memory": {"needed_bytes": 3, "items": []}, "lora": None}
+    assert Answer(data=data, form="csv").printed() == 'fits,model,host_memory.needed_bytes,lora\nTrue,"a, b",3,\n'
+
+
 def _raise(error: Exception) -> Any:
     raise error
 
@@ -144,6 +148,25 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     os.close(read)
     texts = process.communicate(timeout=PATIENCE_S)
     assert not any(texts) and process.returncode == CLOSED_PIPE
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("plan", ["modle=qwen3_8b"]),
+        ("plan", ["model=qwen3_9b", "gpu=rtx4090"]),
+        ("plan", ["model=qwen3_8b", "gpu=rtx4091"]),
+        ("plan", ["model=qwen3_8b", "gpu=rtx4090", "lora=al_linear"]),
+        ("export", ["rn=runs"]),
+        ("export", ["run=no/such", "to=out"]),
+    ],
+)
+def test_mistyped_names_are_reported_before_torch_is_imported(command: str, arguments: list[str]) -> None:
+    code = (
+        f"import sys; from lightning_roundpipe.commands.{command} import main; code = main(); "
+        "sys.exit(3 if 'torch' in sys.modules else code)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True).returncode == 2
 
 
 @pytest.mark.parametrize("program", ["roundpipe-plan", "roundpipe-export", "roundpipe-train"])

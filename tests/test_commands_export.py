@@ -51,7 +51,8 @@ def test_a_run(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run={run}"], "the following arguments are required: --to."),
+        (["run={run}"], "to= is missing: write run=FOLDER to=FOLDER"),
+        (["rn={run}"], "There is no option 'rn'. Did you mean run=?"),
         (["run={run}", "to=out", "dtype=fp16"], "dtype=fp16 must be one of auto, float32"),
         (["run={run}", "to=out", "shards=2"], "There is no option 'shards'."),
         (["run={run}", "to={run}"], "to={run} is there and not empty: name a new folder."),

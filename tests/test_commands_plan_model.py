@@ -366,7 +366,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     [
         ((), "Say what to plan for: model=NAME gpu=NAME gpus=NUMBER, as in model=llama3_1_8b"),
         (("model=qwen3_32b",), "the machine is missing: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090 gpus=4"),
-        (("model=qwen3_32b", "gpus=4"), "gpus=4 says how many: say which, as in gpu=rtx4090"),
+        (("model=qwen3_32b", "gpus=4"), "gpus=4 does not say which: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090"),
         (
             ("model=qwen3_32b", "gpu=rtx4070"),
             "There is no gpu=rtx4070. Did you mean rtx4090? Known are a10040gb",
@@ -406,6 +406,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
             ("model=tiny_llama", "gpu=rtx4090", "precision=fp8", "lora=all_linear"),
             "torchao.float8 also computes gradients of frozen weights",
         ),
+        (("model=tiny_llama", "gpu=rtx4090", "precision=fp8", "carry_products=true"), "nothing of these is carried"),
         ((*TINY[:2], "staleness=2"), "must be a whole number of 0 to 1"),
         ((*TINY[:2], "picture=plan.txt"), "must be the name of a file that ends in .png"),
         ((*TINY[:2], "plan=everything"), "expected text like 'forward 0-3"),

@@ -18,7 +18,6 @@ from patience import longer_each_try
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import emulated_work
-from lightning_roundpipe.engine.events import Recorder
 
 UNKIND = {"poison": True, "delay_seed": 4}
 MLP = zoo.make_module("mlp").model
@@ -100,20 +99,6 @@ def test_generate(name: str, options: Any) -> None:
 # -------------------------------------------------------------------------------------------------------------- uploads
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was enqueued."""
-    kinds: list[str] = []
-    real = Recorder.add
-
-    def add(self: Any, kind: str, *args: Any) -> None:
-        kinds.append(kind)
-        real(self, kind, *args)
-
-    monkeypatch.setattr(Recorder, "add", add)
-    return kinds
-
-
 def validate(strategy: Any, module: pl.LightningModule, batches: Any, devices: int = 1) -> Any:
     with quiet():
         return trainer_of(strategy, devices=devices).validate(module, loader(batches), verbose=False)
@@ -186,14 +171,6 @@ def test_all_devices_are_busy(busy: type[Busy], times: float) -> None:
     Busy.most, Busy.times = 0, times
     validate(ours(layers=[Busy]), Chain(), list(torch.randn(16, 2, 4)), 3)
     assert Busy.most == 3
-
-
-@pytest.mark.parametrize("layers", [1, 6])
-def test_batches_in_flight_share_uploads(layers: int, recorded: list[str]) -> None:
-    """With fewer layers than devices, several devices have the same one."""
-    validate(ours(layers=[Busy]), Chain(layers), list(torch.randn(1 + 12, 2, 4)), 3)  # six in flight
-    rounds = 2 * 3 if layers == 1 else 2
-    assert recorded.count("upload_weights") == layers * (1 + rounds)
 
 
 class Counts(Chain):

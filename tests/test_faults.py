@@ -7,10 +7,7 @@ cut at every call only the last layer is fused, so the others run twice in a mic
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +17,10 @@ import lightning.pytorch as pl
 import pytest
 from faulty import BATCHES, BLOCKS, CALLS, MODULE, PLANTED, SAMPLES, Boom, FaultyModule, fail, microbatch_of, notes
 from harness import ours, run
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from patience import PATIENCE_S
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, _utils
-from torch.utils.data._utils import signal_handling
+from torch.utils.data import DataLoader, Dataset
 
 
 @pytest.fixture(autouse=True)
@@ -103,35 +98,6 @@ def check(batch: int, where: str, sample: int, time: int, num_microbatches: int,
 @given(drawn=planted())
 def test_an_exception_anywhere(drawn: dict[str, Any]) -> None:
     check(**drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(3))
-def test_many_exceptions(part: int) -> None:
-    """The same ones each time; another ``STRESS_SEED`` gives others."""
-
-    @seed(3 * int(os.environ.get("STRESS_SEED", "0")) + part)
-    @settings(faults, max_examples=24, database=None)
-    @given(drawn=planted())
-    def exceptions(drawn: dict[str, Any]) -> None:
-        check(**drawn)
-
-    exceptions()
-
-
-@pytest.mark.parametrize(
-    ("where", "sample", "time", "says"),
-    [
-        ("block 1", 5, 0, r"layer 'model.blocks.1', forward pass, microbatch 2, slot \d+ \(forward\)"),
-        ("block 2", 2, 1, r"layer 'model.blocks.2', recomputation, microbatch 1, slot \d+ \(backward\)"),
-        ("block 0 backward", 0, 0, r"layer 'model.blocks.0', backward pass, microbatch 0, slot \d+ \(backward\)"),
-        ("between 1", 3, 0, r"the code after layer 'model.blocks.1', forward pass, microbatch 1, slot \d+ \(forward\)"),
-        ("loss backward", 1, 0, r"the code after layer 'model.head', backward pass, microbatch 0, slot \d+ \(fused\)"),
-    ],
-)
-def test_the_note_says_where(where: str, sample: int, time: int, says: str) -> None:
-    assert re.search(says, notes(fail(2, where, sample, time, again=False)))
 
 
 def test_user_code_may_catch_it() -> None:
@@ -219,40 +185,12 @@ class Rows(Dataset[dict[str, Tensor]]):
         return BATCHES[index % 4]
 
 
-class Killing(FaultyModule):
-    """Kills the data loader's processes within a step, which goes on when the main thread knows."""
-
-    known = threading.Event()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 1 and int(batch["samples"][0]) == 0:
-            for process in multiprocessing.active_children():
-                process.kill()
-            self.known.wait(PATIENCE_S)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("kills", [False, True])
-def test_in_a_data_loader_process(kills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When one dies, torch raises from a signal's handler, wherever the main thread is."""
-    # It is set once in a process, and gone with the first Trainer, who puts back what was there.
-    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
-    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # or it may wait five seconds for the dead
-    real = signal_handling._error_if_any_worker_fails
-
-    def noticing() -> None:
-        try:
-            real()
-        except BaseException:
-            Killing.known.set()
-            raise
-
-    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", noticing)
-    Killing.known.clear()
-    module = Killing() if kills else copy.deepcopy(MODULE)
-    data = DataLoader(Rows(-1 if kills else 2), batch_size=None, num_workers=1, prefetch_factor=1)
-    with pytest.raises(RuntimeError if kills else Boom, match=r"worker.*(killed|exited)" if kills else "planted"):
-        harness.trainer_of(faulty.strategy(), devices=2).fit(module, data)
+def test_in_a_data_loader_process() -> None:
+    module = copy.deepcopy(MODULE)
+    with pytest.raises(Boom, match="planted"):
+        harness.trainer_of(faulty.strategy(), devices=2).fit(
+            module, DataLoader(Rows(2), batch_size=None, num_workers=1)
+        )
     faulty.assert_nothing_left(module)
 
 

@@ -21,7 +21,7 @@ from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
 
-REMEDY = "Use microbatches of fewer samples or shorter sequences, token_tiles=, or adapters"
+REMEDY = "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences"
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_a_device_that_is_too_small() -> None:
         said, note = str(error), notes(error)
         assert re.match(r"Emulated CUDA device [01] is out of memory: [\d.]+ (B|KiB) for .+ do not fit, ", said), said
         assert re.search(r"are in use \((weights|gradients).* [\d.]+ KiB", said), said
-        assert REMEDY in said and "or raise memory= of emulation=" in said
+        assert REMEDY in said and "Or raise memory= of emulation=" in said
         where = re.search(r"^roundpipe: in layer 'model\.\S+', (\w+)( pass)?, microbatch \d, slot \d+", note)
         assert where, note
         what = re.search(r"for (.+) do not fit", said)

@@ -21,7 +21,7 @@ from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.trainer import hook_audit
 from lightning_roundpipe.trainer.hook_audit import looks_at_weights, needs_gradients, slowed_by
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -168,16 +168,19 @@ def test_schedulers_that_are_not_torchs_count(scheduler: Callable[[Any], Any], f
 
 def test_a_callback_within_the_step_needs_gradients() -> None:
     for hook in WITHIN:
-        assert needs(overriding(Callback, hook)) == f"callback Mine has {hook}"
-        assert needs(callbacks.LambdaCallback(**{hook: lambda *_: None})) == f"callback LambdaCallback has {hook}"
+        declare = f"which may read weights or gradients {hook_audit.DECLARE}"
+        assert needs(overriding(Callback, hook)) == f"callback Mine has {hook}, {declare}"
+        by_lambda = needs(callbacks.LambdaCallback(**{hook: lambda *_: None}))
+        assert by_lambda == f"callback LambdaCallback has {hook}, {declare}"
         assert needs(overriding(Callback, hook, away=(hook,))) is None
 
 
 def test_a_module_within_the_step_needs_gradients() -> None:
     for hook in (*WITHIN, "optimizer_step", *hook_audit._PARTS_OF_THE_STEP):
-        assert needs(module=overriding(Plain, hook)) == f"Mine overrides {hook}"
-        vouched = needs(module=overriding(Plain, hook, away=True))
-        assert vouched == (f"Mine overrides {hook}" if hook in hook_audit._PARTS_OF_THE_STEP else None)
+        a_part = hook in hook_audit._PARTS_OF_THE_STEP
+        reason = needs(module=overriding(Plain, hook)) or ""
+        assert reason.startswith(f"Mine overrides {hook}") and reason.endswith(hook_audit.DECLARE) != a_part
+        assert needs(module=overriding(Plain, hook, away=True)) == (reason if a_part else None)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_what_a_signal_ends_goes_on(number: signal.Signals, working_folder: Path
     subprocess.run([*program, *arguments, "hydra.run.dir=whole"], cwd=place, check=True, timeout=6 * PATIENCE_S)
 
     with subprocess.Popen(
-        [*program, *arguments],
+        [*program, *arguments, "strategy.emulation.latency=0.02"],  # some 15 s are left when the third step is over
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,6 +10,7 @@ import torch
 
 from lightning_roundpipe.model import weight_files
 from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_name, from_package
+from lightning_roundpipe.model.quantize import is_quantized
 
 SETTINGS = {
     "vocab_size": 32,
@@ -99,6 +100,13 @@ def test_a_package_gives_a_plain_model_and_is_not_imported(package: Path, tmp_pa
     assert torch.equal(logits(again), logits(loaded))
     assert again.tokenizer is not None
     assert again.tokenizer("abc")["input_ids"] == [27, 3]
+
+
+def test_a_package_gives_a_packed_model(package: Path) -> None:
+    """Packing returned a new model, and the unpacked one was trained."""
+    pytest.importorskip("bitsandbytes")
+    write_gguf(package / "model.gguf")
+    assert is_quantized(from_package("some-model", quantization="nf4").model)
 
 
 @pytest.fixture

@@ -6,16 +6,21 @@ on a worker depends on who is late: the plan says what it is at the most, and wh
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import harness
 import pytest
+import torch
 import zoo
 from between_layers import CALLS, batch, model
 from harness import ours, run
 from stress import all_reports
 
+from lightning_roundpipe.devices import Event
+from lightning_roundpipe.memory.in_flight import InFlight
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import device_bytes, planned_bytes
 
@@ -114,3 +119,18 @@ def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead() -> None:
         (share,) = peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, memory_budget=budget)
         assert last_report()["planned_device_bytes"] == budget
         assert 1 - WITHIN <= share <= 1.0 if budget == need else share <= 1.0
+
+
+def test_calls_in_flight_keep_memory_and_no_graphs() -> None:
+    """A graph would keep what autograd has saved, and the inputs of the call that has made it."""
+    flying, end = InFlight(), cast(Event, None)
+    saved = torch.ones(3, requires_grad=True) * 2
+    output = saved.sin().sum()
+    graph, made = weakref.ref(saved.untyped_storage()), weakref.ref(output.untyped_storage())
+    flying.add(end, [[output], saved.to_sparse()], counted=True)
+    del output, saved
+    gc.collect()
+    assert graph() is None and made() is not None
+    assert flying.nbytes == 4  # a sparse tensor has no storage of its own
+    flying.land()
+    assert made() is None and len(flying) == flying.nbytes == 0

@@ -147,20 +147,6 @@ def test_some_microbatches_leave() -> None:
     assert_same(run("auto", module, batches), result)
 
 
-# --------------------------------------------------------------------------------------------------------- every place
-
-
-@pytest.mark.parametrize(
-    ("plan", "extra"),
-    [
-        ("forward 0 1; fused 2-5; backward 0-1; round 2", (1, 0, 1)),
-        pytest.param("forward 0-2; fused 3-5; backward 0-2; round 1", (2, 1, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_a_schedule_with_calls_that_it_does_not_have(plan: str, extra: tuple[int, int, int]) -> None:
-    stress.check(stress.Case(plan, 3, 4, (8, 8, 8), extra=extra))
-
-
 def test_a_given_plan_is_kept() -> None:
     module, plan = Module(STEPS["a head for each batch"]), "forward 0-1; fused 2-4; backward 0-1; round 2"
     result = run(ours(num_microbatches=4, plan=plan), module, data(4), devices=2)

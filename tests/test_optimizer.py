@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
 import lightning.pytorch as pl
-import patience
 import pytest
 import torch
 import zoo
@@ -25,7 +23,6 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.updates import bucket_stepper
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 LAYERS = ["Linear", "ResidualBlock"]
@@ -300,31 +297,6 @@ def test_what_is_trained_is_switched_by_the_module(within: bool) -> None:
     harness.assert_same(plain, run(ours(num_microbatches=2, layers=LAYERS), module, batches, devices=2))
 
 
-def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the step is made, after the last look at errors: nobody would publish what the step waits for."""
-    real_begin, real_apply, failing = AsyncOptimizer.begin, BucketStepper._apply, threading.Event()
-
-    def apply(updates: BucketStepper, step: Any, *args: Any) -> None:
-        if step.number == 3:
-            assert failing.wait(patience.PATIENCE_S)
-            raise ZeroDivisionError("planted")
-        real_apply(updates, step, *args)
-
-    def begin(updates: AsyncOptimizer, **given: Any) -> None:
-        real_begin(updates, **given)
-        if updates.submitted == 3:
-            failing.set()
-            patience.until(lambda: updates._error is not None)
-
-    monkeypatch.setattr(BucketStepper, "_apply", apply)
-    monkeypatch.setattr(AsyncOptimizer, "begin", begin)
-    strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=3 * patience.PATIENCE_S)
-    with pytest.raises(ZeroDivisionError, match="planted") as error:
-        run(strategy, Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
-    assert "go on from a checkpoint" in "".join(error.value.__notes__)
-    assert harness.roundpipe_threads() == []
-
-
 class Exploding(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 3:
@@ -371,33 +343,3 @@ def test_other_optimizers_block_and_say_so(said: list[str]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize(
-    ("staleness", "options"), [(0, {"blocking": True}), (1, {}), (1, {"accumulate_grad_batches": 2})]
-)
-def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many host buffers a fit asks for does not depend on its steps: at most two for each layer's gradients.
-
-    How many of them are in use at once depends on how far the update of one step lags behind the next one.
-    """
-    from lightning_roundpipe.devices.emulated import EmulatedDevice
-
-    real, asked = EmulatedDevice.host_buffer, []
-
-    class Count(pl.Callback):
-        roundpipe_looks_away = True
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            marks.append(len(asked))
-
-    def host_buffer(self: Any, nbytes: int) -> Tensor:
-        asked.append(nbytes)
-        return real(self, nbytes)
-
-    marks: list[int] = []
-    monkeypatch.setattr(EmulatedDevice, "host_buffer", host_buffer)
-    strategy = ours(num_microbatches=2, layers=LAYERS, plan=harness.single(6, 2), staleness=staleness)
-    run(strategy, Trained(OPTIMIZERS["adamw"]), many(40), devices=1, callbacks=[Count()], **options)
-    # Boundaries that are saved on the host are counted too, and there are none under this plan.
-    assert marks[-1] - marks[0] <= 2 * 6, marks

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
-from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.engine.user_sections import UserSections
-from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.layer_weights import LayerWeights
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.threads.cancel_scope import CancelScope
@@ -296,84 +294,6 @@ class _Keeping(pl.LightningModule):
 
 
 # ------------------------------------------------------------------------------------------------------ ordering rules
-
-
-class Watched:
-    """Counts, layer by layer, and notes each rule that is broken.
-
-    (1) what uploads read is changed only behind the last upload of the step that reads it
-    (2) and the next step's uploads come behind that
-    (3) gradients are taken behind their download
-    (4) and the next ones are written behind that
-    (5) a step's uploads of a layer all see the same version, the one that its staleness says
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.broken: list[str] = []
-        self.seen = 0
-        self._lock = threading.Lock()
-        upload, copy, apply = WeightUploads._upload, LayerWeights.upload, BucketStepper._apply
-
-        def uploading(uploads: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
-            masters = layer.bucket.version
-            if masters != slot.spec.version and layer.bucket.masters:
-                self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.spec.version}")
-            with self._lock:
-                self.seen += 1
-            upload(uploads, slot, layer, *args)
-
-        def copying(weights: LayerWeights, stream: Any, *args: Any) -> None:
-            """The optimizer is told of the upload later, and may then write at once."""
-            before = self.content(weights)
-            copy(weights, stream, *args)
-            stream.record().wait()
-            if not torch.equal(before, self.content(weights)):
-                self.note("[1] a layer changed while it was uploaded")
-
-        def applying(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
-            held = {(bucket, key): gradient for bucket, mine in gathered.items() for key, gradient in mine.items()}
-            before = {key: gradient.clone() for key, gradient in held.items()}
-            time.sleep(0.002)
-            for bucket in gathered:
-                if bucket.version != step.number - 1:
-                    self.note(f"[2] update {step.number} of bucket {bucket.index} found version {bucket.version}")
-                for total in step.batch._of[bucket] if step.batch is not None else ():
-                    if total.arrived is not None and not total.arrived.done():
-                        self.note(f"[3] gradients of unit {bucket.index} were taken on their way")
-            if any(not torch.equal(before[key], held[key]) for key in held):
-                self.note(f"[4] gradients of update {step.number} were written while they were used")
-            apply(updates, step, gathered)
-
-        patch.setattr(WeightUploads, "_upload", uploading)
-        patch.setattr(LayerWeights, "upload", copying)
-        patch.setattr(BucketStepper, "_apply", applying)
-
-    @staticmethod
-    def content(weights: LayerWeights) -> Tensor:
-        return torch.cat([flat.source for flat in weights.flats]).clone()
-
-    def note(self, text: str) -> None:
-        with self._lock:
-            self.broken.append(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_the_ordering_rules(staleness: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch)
-    monkeypatch.setattr(bucket_stepper, "PIECE", 100)  # some buckets together, some alone
-    strategy = ours(
-        num_microbatches=4,
-        layers=["Layer"],
-        plan=harness.per_call(4, 2),
-        staleness=staleness,
-        emulation={"poison": True, "delay_seed": 3},
-    )
-    many = BATCHES * 3
-    run(strategy, Gated(Gate(-1)), many, devices=3, watch=False, accumulate_grad_batches=accumulate)
-    assert watched.seen > 100
-    assert watched.broken == []
 
 
 class Dropping(Layer):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -13,26 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import Result, assert_identical, ours, run
-from host_gradients import host_gradients
-from patience import PATIENCE_S
 from torch import Tensor, nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.memory import grad_buffers
-from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import GradientPool, Reduction
-from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
-from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import bucket_stepper
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.updates.grad_readiness import GradReadiness
-from lightning_roundpipe.updates.loss_handle import StepGradients
 
 PART = 256
 """Bytes: 64 numbers in fp32."""
-OWN = Reduction(None, lambda worker: pytest.fail("nothing is added up on the host"))
 
 
 @pytest.fixture(autouse=True)
@@ -129,95 +115,3 @@ def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: An
 
 
 # ------------------------------------------------------------------------------------------------------- part by part
-
-
-class Later(Event):
-    """Comes when it is told to."""
-
-    def __init__(self, device: Any) -> None:
-        self.came = threading.Event()
-        self.asked = threading.Event()
-
-    def wait(self) -> None:
-        self.asked.set()
-        assert self.came.wait(PATIENCE_S)
-
-    def done(self) -> bool:
-        return self.came.is_set()
-
-    def time(self) -> float:
-        raise RuntimeError
-
-
-class Submitted:
-    """A layer of 256 numbers in fp32 that was stepped once; the gradients of a second step come in four parts."""
-
-    def __init__(self, cast: bool) -> None:
-        [self.device] = make_devices("cpu", [torch.device("cpu")], Emulation())
-        module = nn.ParameterList([nn.Parameter(torch.zeros(16, 16))])
-        [self.layer] = host_layers({"layer": module}, self.device, Formats(), apart=False, mapped=())
-        [self.master] = self.layer.masters
-        self.buckets = make_buckets([self.layer], [self.master])
-        if cast:
-            self.layer.weights.round({0: torch.bfloat16})
-        self.updates = AsyncOptimizer(self.buckets, GradientPool(self.device, 2**40), lambda: self._optimizer)
-        self._buffers = host_gradients(self.layer, self.device, OWN)
-        self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
-        self._submit([])
-        self.updates.settle()
-        self.before = self.master.detach().clone()
-        self.parts = [Later(self.device) for _ in range(4)]
-        self._submit(self.parts)
-
-    def _submit(self, parts: list[Later]) -> None:
-        total = self._buffers.begin()
-        total.make_room(CancelScope())
-        total.view_of(id(self.master)).fill_(1.0 if not parts else float("nan"))  # NaN has not arrived
-        total.present = [True]
-        total.parts = [((index + 1) * PART, event) for index, event in enumerate(parts)]
-        self.gradient = total.view_of(id(self.master)).view(-1)
-        readiness = GradReadiness(self.buckets)
-        batch = StepGradients([total], [], 1.0, readiness)
-        batch.differentiated(1.0)
-        self.updates.offer(batch)
-        self.updates.submit(None)
-        readiness.passed(())
-
-    def bring(self, index: int) -> None:
-        self.gradient[64 * index : 64 * (index + 1)] = 1.0
-        self.parts[index].came.set()
-
-    def changed(self) -> list[bool]:
-        """Of each part, whether it has been stepped."""
-        return [
-            bool((now != was).all()) for now, was in zip(self.master.view(4, 64), self.before.view(4, 64), strict=True)
-        ]
-
-    def close(self) -> None:
-        for index in range(4):
-            self.bring(index)
-        self.updates.close()
-        self.device.close()
-
-
-@pytest.fixture(params=[False, True], ids=["", "cast"])
-def submitted(request: Any, stepped: list[int]) -> Iterator[Submitted]:
-    made = Submitted(request.param)
-    yield made
-    made.close()
-
-
-def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: Submitted) -> None:
-    bucket = submitted.layer.bucket
-    for index in range(4):
-        assert submitted.parts[index].asked.wait(PATIENCE_S), "the part before is stepped, this one is waited for"
-        assert submitted.changed() == [True] * index + [False] * (4 - index)
-        assert bucket.version == 1, "nobody may read it before its last part"
-        if (rounded := submitted.layer.weights.flats[0]._rounded) is not None:
-            sent = rounded.buffer.view(torch.bfloat16).view(4, 64)
-            assert torch.equal(sent, submitted.master.detach().bfloat16().view(4, 64)), "what travels is cast already"
-        submitted.bring(index)
-    submitted.updates.settle()
-    assert bucket.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
-    [state] = submitted._optimizer.state.values()
-    assert state["step"] == 2

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
 from harness import Result, assert_identical, assert_same, ours, run
-from torch import Tensor, nn
 from zoo_runs import expected, module
 
 from lightning_roundpipe.planning.nominal import EMULATED, GPU, nominal
 from lightning_roundpipe.planning.profile import read_hardware
-from lightning_roundpipe.planning.schedule import Plan
 
 HARDWARE = Path(__file__).parent.parent / "conf" / "hardware"
 
@@ -78,51 +74,6 @@ def test_the_numbers_are_those_of_plain_training(name: str, lora: bool) -> None:
     static = trained(name, lora)
     assert_same(expected(name, lora, 3), static)
     assert_identical(static, trained(name, lora, plan="measured"))
-
-
-class Products(nn.Module):
-    """A layer of so many products of equal size."""
-
-    def __init__(self, products: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(256))
-        self.products = products
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.products):
-            x = x @ self.weight
-        return x
-
-
-class Uneven(pl.LightningModule):
-    def __init__(self, *products: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(Products, products))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch.mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-@functools.cache
-def uneven(plan: str) -> tuple[Plan, list[float]]:
-    strategy = ours(num_microbatches=4, layers=["Products"], plan=plan)
-    result = run(strategy, Uneven(1, 1, 64, 1, 1, 1, 1, 1), [torch.ones(1024, 256)] * 2, devices=2, watch=False)
-    text, costs = planned(result)
-    return Plan.parse(text), [call["forward_s"] + call["backward_s"] for call in costs["calls"]]
-
-
-def test_static_and_measured_plans_agree_on_what_is_long() -> None:
-    """By the measured times, the longest stage of either plan is the layer that has 64 products, with little else."""
-    (static, counted), (measured, times) = uneven("static"), uneven("measured")
-    assert counted[2] / counted[1] == pytest.approx(64, rel=0.05)
-    for plan in (static, measured):
-        longest = max(sum(times[stage.first : stage.last + 1]) for stage in plan.stages() if stage.phase != "forward")
-        assert longest < 2 * times[2]
 
 
 @pytest.mark.parametrize(("rates", "title"), [(EMULATED, "emulated devices"), (GPU, "RTX 4090")])

@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_identical, ours, run
+from harness import ours, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from lightning_roundpipe.engine.randomness import Randomness
 
 
 class Dropping(nn.Module):
@@ -136,19 +134,3 @@ def test_random_state_after_a_step_is_the_same_for_all() -> None:
         seen.append(drawing.drawn)
     assert all(drawn == seen[0] for drawn in seen)
     assert len({value for drawn in seen[0] for value in drawn}) == 9
-
-
-def test_one_draws_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated devices share a generator: four workers draw what one does, however long from seeding to drawing."""
-
-    def begin(self: Randomness, *args: Any) -> bool:
-        draws = real(self, *args)
-        time.sleep(0.001 * draws)
-        return draws
-
-    real = Randomness.begin
-    options: dict[str, Any] = {"num_microbatches": 4, "layers": DROPPING_LAYERS}
-    reference = run(ours(**options), DROPPING, _wide(3), devices=1)
-    monkeypatch.setattr(Randomness, "begin", begin)
-    result = run(ours(**options, plan=harness.per_call(5, 4)), DROPPING, _wide(3), devices=4)
-    assert_identical(reference, result, rng=True)

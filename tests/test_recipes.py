@@ -15,6 +15,8 @@ from harness import loader
 from plain_oracle import assert_plain, on_devices
 from torch import Tensor, nn
 
+from lightning_roundpipe.tasks import convert_to_float8
+
 VOCABULARY = 32
 IMAGE, START, END = 3, 4, 5
 Batch = dict[str, Tensor]
@@ -31,6 +33,13 @@ def small(**options: Any) -> dict[str, Any]:
 def llama(**options: Any) -> Any:
     options = {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0} | options
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **small(**options)))
+
+
+def in_fp8(recipe: str) -> Any:
+    net = llama()
+    convert_to_float8(net, recipe, emulate=True)  # type: ignore[arg-type]
+    assert type(net.lm_head) is nn.Linear and type(net.model.layers[1].mlp.up_proj) is not nn.Linear
+    return net
 
 
 def adapted() -> Any:
@@ -231,6 +240,8 @@ def images(i: int, times: int = 1) -> Batch:
 
 RECIPES: dict[str, tuple[Callable[[], Recipe], Callable[..., Batch]]] = {
     "SFT, packed, assistant masks": (lambda: Packed(llama()), packed),
+    "SFT, packed, fp8, tensorwise": (lambda: Packed(in_fp8("tensorwise")), packed),
+    "SFT, packed, fp8, rowwise": (lambda: Packed(in_fp8("rowwise")), packed),
     "DPO, disable_adapter": (lambda: Preferences(adapted()), pairs),
     "DPO, reference model": (lambda: Preferences(llama(), llama()), pairs),
     "GRPO, generate in the step": (lambda: Rewarded(llama(), llama()), plain_ids),

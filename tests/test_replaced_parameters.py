@@ -8,58 +8,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_net
 import torch
-import torch.nn.functional as F
 import zoo
 from harness import Result, assert_same, ours, run
 from lightning.pytorch.callbacks import ModelPruning
+from small_net import WIDTH, Block, made
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-WIDTH = zoo.WIDTH
 Change = Callable[[Any], None]
 slow = pytest.mark.slow
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int = WIDTH) -> None:
-        super().__init__()
-        self.inner, self.act, self.outer = nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(self.act(self.inner(x)))
-
-
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 5)
-        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h * self.gain)
-
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self(batch["x"]), batch["y"])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
-        self.log("val", F.cross_entropy(self(batch["x"]), batch["y"]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return zoo.modules.sgd(self.parameters())
-
-
-def made(kind: Callable[[], nn.Module]) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        return kind()
+class Net(small_net.Net):
+    between = small_net.all_of
 
 
 def joined(module: Net, *parameters: nn.Parameter) -> None:

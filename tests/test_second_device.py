@@ -38,20 +38,20 @@ def _run(where: Path, marked: str, *options: str, **settings: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_on_a_second_device() -> None:
     _run(HOME, "not slow")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", FILES)
 def test_at_length_on_a_second_device(name: str) -> None:
     _run(HOME / name, "slow")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_tests_as_late_as_may_be(name: str) -> None:
     """What is not in the order of events, or not waited for, shows in the numbers; see ``second_device.lately``."""

@@ -65,6 +65,14 @@ def test_the_navigation_has_every_page_once() -> None:
 # -- the reference -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("page", ["commands.md", "errors.md", "reference.md"])
+def test_generated_parts_are_those_of_the_code(hooks: ModuleType, page: str) -> None:
+    """They are in the pages, so that the repository's web view has them, too."""
+    text = (DOCS / page).read_text()
+    assert hooks._PART.search(text), "the page has lost its marks"
+    assert hooks.filled(text) == text, "run `python docs/site_hooks.py`"
+
+
 def test_public_names_have_documentation_and_a_place(hooks: ModuleType) -> None:
     """A missing one needs a docstring, and a mark `<!-- api: NAME -->` in docs/reference.md."""
     assert hooks.undocumented() == []
@@ -80,7 +88,6 @@ def test_the_reference_has_every_option(hooks: ModuleType) -> None:
     assert {name: default.replace('"', "'") for name, (_, default, _) in options.items()} == own
     assert all(kind and meaning for kind, _, meaning in options.values())
     page = (DOCS / "reference.md").read_text()
-    assert "<!-- options -->" in page
     named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", page.split("## Where")[1], flags=re.MULTILINE)))
     assert named and set(named) <= set(own)
 
@@ -92,7 +99,6 @@ def test_the_errors_are_those_of_the_table_of_mistakes(hooks: ModuleType) -> Non
         sections[mistake.section].append([mistake.what, mistake.says, mistake.remedy])
     assert hooks.mistakes() == sections
     page = (DOCS / "errors.md").read_text()
-    assert "<!-- mistakes -->" in page
     explained = re.findall(r"^- `([^`]+)`", page, flags=re.MULTILINE)
     assert explained and set(explained) <= {mistake.says for mistake in MISTAKES}
 

@@ -113,23 +113,3 @@ def test_equals_plain(kind: type[Averaged]) -> None:
     assert_same(plain, other)
     for mine, its in zip(plain.module.averages, other.module.averages, strict=True):  # type: ignore[union-attr]
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
-
-
-class Clamped(zoo.PlainClassifier):
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self.buffers: list[set[int]] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for p in self.parameters():
-            p.data = p.data.clamp(-0.2, 0.2)
-        layers = self.trainer.strategy._engine.model.layers  # type: ignore[union-attr]
-        self.buffers.append({flat.buffer.data_ptr() for layer in layers for flat in layer.weights.flats})
-
-
-def test_memory_that_is_not_kept_is_used_again() -> None:
-    """Weights that are replaced in each batch ask for no buffer."""
-    module = Clamped(zoo.make_module("mlp").model)
-    result = run(ours(num_microbatches=2), module, zoo.make_batches("mlp", count=4))
-    first, *others = result.module.buffers  # type: ignore[union-attr]
-    assert len(others) == 3 and all(later == first for later in others)

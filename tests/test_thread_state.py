@@ -19,22 +19,9 @@ SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
 LOCAL = threading.local()
 
 
-class OwnLocal(threading.local):
-    scale = 1.0
-
-    def __deepcopy__(self, memo: Any) -> OwnLocal:
-        return self
-
-
 class Block(traps.Block):
-    own: ClassVar[OwnLocal] = OwnLocal()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.here = Block.own
-
     def forward(self, x: Tensor) -> Tensor:
-        scale = SCALE.get() * getattr(LOCAL, "scale", 1.0) * self.here.scale
+        scale = SCALE.get() * getattr(LOCAL, "scale", 1.0)
         return super().forward(x) * scale
 
 
@@ -57,16 +44,7 @@ def of_thread(value: float) -> Iterator[None]:
         del LOCAL.scale, LOCAL.kept
 
 
-@contextlib.contextmanager
-def of_subclass(value: float) -> Iterator[None]:
-    Block.own.scale = value
-    try:
-        yield
-    finally:
-        Block.own.scale = 1.0
-
-
-WAYS: dict[str, Callable[[float], Any]] = {"variable": variable, "thread": of_thread, "subclass": of_subclass}
+WAYS: dict[str, Callable[[float], Any]] = {"variable": variable, "thread": of_thread}
 
 
 class Around(zoo.PlainClassifier):
@@ -105,31 +83,3 @@ def test_it_holds_in_layers(way: str, place: str) -> None:
         plain = run("auto", build(way, place), zoo.make_batches("mlp"))
         strategy = ours(num_microbatches=2, layers=["Linear", "Block"])
         assert_same(plain, run(strategy, build(way, place), zoo.make_batches("mlp"), devices=2))
-
-
-class Counting(zoo.PlainClassifier):
-    """Goes on from what the step before has set."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        SCALE.set(SCALE.get() * 1.25)
-        return super().training_step(batch, batch_idx)
-
-
-def test_what_training_step_sets_stays_set() -> None:
-    def build() -> Counting:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            return Counting(traps.Net(Block))
-
-    def trained(strategy: Any, devices: int) -> Any:
-        token = SCALE.set(1.0)
-        try:
-            result = run(strategy, build(), zoo.make_batches("mlp"), devices=devices)
-            return result, SCALE.get()
-        finally:
-            SCALE.reset(token)
-
-    plain, left = trained("auto", 1)
-    other, left_too = trained(ours(num_microbatches=1, layers=["Linear", "Block"]), 2)
-    assert_same(plain, other)
-    assert left == left_too > 1.5

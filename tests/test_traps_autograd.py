@@ -159,12 +159,6 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[1](y) + net.blocks[2](y)
 
 
-@trap("a hook on a parameter in the step", "register_hook was called on a parameter within training_step")
-def _(net: Any, h: Tensor) -> Tensor:
-    net.blocks[0].inner.weight.register_hook(lambda grad: grad * 2)
-    return in_turn(net, h)
-
-
 def test_gradients_of_layer_outputs_are_kept() -> None:
     """Whether asked for before or after another layer has taken the output."""
     kept: list[list[Tensor]] = []

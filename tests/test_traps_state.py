@@ -97,6 +97,30 @@ trap(
 )(in_turn)
 
 
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def see(self, grad: Tensor) -> None:
+        self.seen.add_(grad.detach().norm())  # type: ignore[operator]
+
+
+def counts_in_backward(self: Any, x: Tensor) -> Tensor:
+    y = Block.forward(self, x)
+    if y.requires_grad:
+        y.register_hook(self.see)
+    return y
+
+
+trap(
+    "a layer's backward writes to its buffer",
+    r"buffer 'seen' of .* in layer 'model\.blocks\.\d' was written to in backw",
+    block=Counting,
+    forward=counts_in_backward,
+)(in_turn)
+
+
 # ------------------------------------------------------------------------------------------ attributes set by user code
 
 
@@ -199,19 +223,6 @@ PATCHES: dict[str, Callable[[Any], Any]] = {
 for kind, patch in PATCHES.items():
     trap(f"a layer's forward is patched by {kind}", arrange=on_each(lambda block: block, patch), late=True)(in_turn)
     trap(f"an inner forward is patched by {kind}", arrange=on_each(lambda block: block.inner, patch))(in_turn)
-
-
-def eagerly(module: Any) -> None:
-    module.compile(backend="eager")
-
-
-def wrap_compiled(self: Trap, net: Any) -> None:
-    for i, block in enumerate(net.blocks):
-        net.blocks[i] = torch.compile(block, backend="eager")
-
-
-trap("compiled modules inside layers", arrange=on_each(lambda block: block.inner, eagerly))(in_turn)
-trap("wrapped by torch.compile", arrange=wrap_compiled)(in_turn)
 
 
 def hold_functions(module: Any) -> None:

@@ -7,13 +7,12 @@ tells the engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from harness import assert_same, assert_tensors_same, halves, loader, ours, quiet, run, trainer_of
+from harness import assert_same, halves, ours, run
 from torch import Tensor
 from traps import Block, Net
 
@@ -28,12 +27,10 @@ class Clock:
     """The number of the step, which layers read without the engine's knowledge."""
 
     step = 0
-    batch: ContextVar[int] = ContextVar("batch")
-    """In evaluation, where several batches are in flight."""
 
     @classmethod
     def is_late(cls) -> bool:
-        return cls.batch.get(cls.step) >= LATE
+        return cls.step >= LATE
 
 
 class Steps(zoo.PlainClassifier):
@@ -149,34 +146,3 @@ def test_a_write_to_weights_that_begins_to_change_them_is_refused() -> None:
         module = Steps(Net(Writing))
     with pytest.raises(RoundPipeError, match="writes to its own parameters while it runs"):
         ran(module, steps=3 * LATE)  # the weights are compared when the number of writes is a power of two
-
-
-# ----------------------------------------------------------------------------------------------------------- evaluation
-
-
-class Predicts(Steps):
-    """Returns logits, and the attributes that layers have set."""
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        Clock.batch.set(batch_idx)
-        _, logits = self.loss_and_logits(batch)
-        return logits, [getattr(block, "aux", None) for block in self.model.blocks]
-
-
-def predicted(strategy: Any, late: Callable[[Any, Tensor], Tensor], inference_mode: bool, devices: int = 1) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        module = Predicts(Net(type("Turning", (Turning,), {"late": late})))
-    trainer = trainer_of(strategy, devices=devices, inference_mode=inference_mode)
-    with quiet():
-        return copy_context().run(trainer.predict, module, loader(zoo.make_batches("mlp", STEPS)))
-
-
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("late", [sets_an_attribute, fills_a_list, returns_its_input, writes_to_its_argument])
-def test_evaluation_equals_plain_when_a_layer_turns(
-    late: Callable[[Any, Tensor], Tensor], inference_mode: bool
-) -> None:
-    plain = predicted("auto", late, inference_mode)
-    other = predicted(ours(emulation={"poison": True}), late, inference_mode, devices=2)
-    assert_tensors_same(plain, other)

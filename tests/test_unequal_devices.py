@@ -13,15 +13,13 @@ import pytest
 import torch
 import zoo
 from harness import assert_same, ours, run
-from planning.making import speeds_of
 from stress import all_reports
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.engine import planner
-from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning import Costs
 
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 BLOCKS = 12
@@ -96,33 +94,6 @@ def reports_of(module: pl.LightningModule, batches: list[Any], devices: int, **o
     with all_reports() as made:
         run(ours(**options), module, batches, devices=devices, watch=False)
     return [report for make in made if not (report := make())["profiled"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "speeds",
-    [(1.0, 0.5), *(pytest.param(speeds, marks=pytest.mark.slow) for speeds in ((1.0, 0.5, 1.0, 0.5), (0.4, 1.0, 1.0)))],
-)
-def test_each_worker_has_stages_for_its_speed(kinds: Any, speeds: tuple[float, ...]) -> None:
-    """Slots go round, step after step from the first worker, under a plan that takes what all workers reach alone.
-
-    How much longer a step takes depends on what else the machine does: `benchmarks/bench_schedule.py` says it.
-    """
-    kinds(*speeds)
-    workers, microbatches = len(speeds), 12
-    reports = reports_of(Slow(), [torch.randn(12, 16)] * 3, workers, num_microbatches=microbatches)
-    for report in reports:
-        plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
-        assert speeds_of(costs) == pytest.approx([speed * workers / sum(speeds) for speed in speeds], rel=0.1)
-        first = min(slot["slot"] for slot in report["slots"])
-        assert [slot["worker"] for slot in report["slots"]] == [n % workers for n in range(len(report["slots"]))]
-        assert first % workers == 0
-        planned = run_steps(plan, costs, workers, microbatches).makespan_s
-        work_s = sum(2 * call.forward_s + call.backward_s for call in costs)
-        work_s -= sum(costs.calls[call].forward_s for call in plan.fused.calls())
-        alone = microbatches * work_s / workers  # times are means: N workers do as much as N equal ones
-        assert planned < alone / 0.9
-        assert planned < report["step_time_s"]
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

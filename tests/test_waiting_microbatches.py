@@ -9,11 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import Result, assert_identical, ours, per_call, run
-from stress import all_reports
 from torch import Tensor, nn
-
-from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.memory import device_bytes, waiting_bytes
 
 WIDTH = 2048
 MICROBATCHES = 10
@@ -61,24 +57,6 @@ def train(between: Any = None, *, devices: int = 3, steps: int = 3, **options: A
     batches = [torch.randn(MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(steps)]
     strategy = ours(num_microbatches=MICROBATCHES, plan=PLAN, layers=["Scale"], **options)
     return run(strategy, Scales(between), batches, devices=devices)
-
-
-@pytest.mark.slow
-def test_microbatches_that_wait_hold_what_is_planned_whoever_is_late() -> None:
-    """At no moment does a worker hold more than planned: its memory ends there, and any delay may come."""
-    with all_reports() as made:
-        free = train()
-    report = made[-1]()
-    costs, plan = Costs.from_dict(report["costs"]), Plan.parse(PLAN)
-    need = device_bytes(plan, costs, 3)
-    assert max(waiting_bytes(plan, costs, 3)) == (MICROBATCHES - 1) * 4 * WIDTH
-    for seed in range(3):
-        limits: Any = {"memory": need, "delay_seed": seed, "poison": True}
-        with all_reports() as made:
-            tight = train(emulation=limits, memory_budget=1.0)
-        assert_identical(free, tight)
-        assert made[-1]()["planned_device_bytes"] == need
-    assert_identical(free, train(devices=1))
 
 
 def overwrite(seen: list[Tensor], extra: list[Tensor], batch_idx: int) -> None:

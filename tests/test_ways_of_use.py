@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor, RoundPipeStrategy
-from lightning_roundpipe.trainer.hook_audit import FlushOptimizer
 
 # -- copies of a Trainer -----------------------------------------------------------------------------------------------
 
@@ -68,17 +67,6 @@ def test_everything_of_a_run_can_be_copied_and_pickled_in_it() -> None:
     trainer.fit(module)
     copied.copy_all("after", trainer, module)
     assert copied.seen == ["fit", "batch", "batch", "end", "after"]
-
-
-def test_copied_callbacks_wait_for_the_same_updates() -> None:
-    """Callbacks that were exchanged for copies would read weights before their update."""
-    waited: list[str] = []
-    first = FlushOptimizer(lambda: waited.append("here"))
-    for copied in (copy.copy(first), copy.deepcopy([first])[0]):
-        copied.on_save_checkpoint(None, None, {})  # type: ignore[arg-type]
-    assert waited == ["here", "here"]
-    pickle.loads(pickle.dumps(first)).on_save_checkpoint(None, None, {})
-    assert waited == ["here", "here"]
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------

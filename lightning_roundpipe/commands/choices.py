@@ -5,36 +5,25 @@ No weights are read, and no network is used.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from omegaconf import OmegaConf
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lightning_roundpipe.commands.command_line import Settings
-from lightning_roundpipe.commands.conf_files import shipped_files
-from lightning_roundpipe.commands.machines import is_path
+from lightning_roundpipe.commands.conf_files import is_path, read_choice, read_model
 from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
 from lightning_roundpipe.messages import did_you_mean, first_line
 from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
-
-_MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "peft.LoraConfig"}
-"""``_target_`` of the choices that this module can read."""
-_FILES = {"model": "a config.json of Hugging Face, or a folder with one", "lora": "a YAML file like those in conf/lora"}
-"""What may be named instead of a choice."""
 
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Keys of a config.json that are about its weights' files."""
@@ -64,7 +53,7 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
     Raises:
         ValueError: there is no such model, or transformers does not take its settings.
     """
-    settings = _read_json(text) if is_path(text) else _choice("model", text)
+    settings = read_model(text)
     quantization = read_quantization(text, settings, changed)
     left_out = (*_ABOUT_WEIGHTS, *(_ABOUT_FILES if is_path(text) else ()))
     settings = {key: value for key, value in settings.items() if key not in left_out}
@@ -86,32 +75,6 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
         raise ValueError(f"model={text}: transformers does not take these settings: {first_line(error)}.") from error
     stretch(config, rope)
     return config, quantization
-
-
-def _read_json(text: str) -> dict[str, Any]:
-    """Return the settings of a config.json: of a file, of a folder, or of the hub's cache."""
-    path = Path(text).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists() and not text.endswith((".json", ".yaml", ".yml")):  # as the hub's Qwen/Qwen3-32B
-        found = None
-        with suppress(HFValidationError):
-            found = try_to_load_from_cache(text, "config.json")
-        if not isinstance(found, str):
-            hint = did_you_mean(path.name.lower().replace("-", "_").replace(".", "_"), _usable("model"))
-            raise ValueError(
-                f"model={text}: there is no such file or folder, nor such a model in the cache of the Hugging Face "
-                f"hub, which is not asked.{hint} To get its configuration: hf download {text} config.json."
-            )
-        path = Path(found)
-    try:
-        settings = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"model={text}: {path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:  # also if it is no text
-        raise ValueError(f"model={text}: {path} is not JSON: {first_line(error)}.") from None
-    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise ValueError(f"model={text}: {path} is not a Hugging Face configuration: it has no model_type.")
-    return settings
 
 
 def make_model(
@@ -159,7 +122,7 @@ def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
     Raises:
         ValueError: there is no such choice, or ``changed`` has an unknown setting.
     """
-    settings = _choice("lora", lora)
+    settings = read_choice("lora", lora)
     if not changed:
         return settings
     if not settings:
@@ -183,40 +146,3 @@ def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Ite
         except Exception as error:  # errors of yaml and of OmegaConf have no common base class
             raise ValueError(f"{group}.{name}={text} cannot be read: {first_line(error)}.") from None
     return settings
-
-
-def _usable(group: str) -> dict[str, dict[str, Any]]:
-    """Return the choices that describe a shape, or adapters, by name and in alphabetical order."""
-    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
-    return {
-        name: data
-        for name, data in found.items()
-        if data.get("_target_") == _MADE_BY[group] or (group == "lora" and not data)
-    }
-
-
-def _choice(group: str, text: str) -> dict[str, Any]:
-    """Return the settings of a choice, without its ``_target_``."""
-    if is_path(text):
-        data = _load(Path(text).expanduser(), group)
-    else:
-        usable = _usable(group)
-        allowed = f"{', '.join(name for name in usable if not name.startswith('tiny_'))}, and {_FILES[group]}"
-        if text in shipped_files(group) and text not in usable:
-            raise ValueError(f"{group}={text} has no shape of its own, as it reads weights. Take {_FILES[group]}.")
-        if text not in usable:
-            raise ValueError(f"There is no {group}={text}.{did_you_mean(text, usable)} Allowed are {allowed}.")
-        data = usable[text]
-    return {name: value for name, value in data.items() if name != "_target_"}
-
-
-def _load(path: Path, group: str) -> dict[str, Any]:
-    try:
-        data = OmegaConf.to_container(OmegaConf.load(path))
-    except OSError as error:
-        raise ValueError(f"{group}: {path} cannot be read: {error.strerror or error}.") from None
-    except Exception as error:
-        raise ValueError(f"{group}: {path} is not YAML: {first_line(error)}.") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{group}: {path} must hold settings, each with its name.")
-    return {str(key): value for key, value in data.items()}

@@ -81,9 +81,7 @@ class Parser(argparse.ArgumentParser):
         return vars(found), {group: tuple(pairs.items()) for group, pairs in groups.items()}
 
 
-def add_option(
-    group: Any, name: str, help_text: str, read: Reader | None = None, metavar: str = "NAME", *, required: bool = False
-) -> None:
+def add_option(group: Any, name: str, help_text: str, read: Reader | None = None, metavar: str = "NAME") -> None:
     """Add an option to a parser or to a group of its options.
 
     Args:
@@ -92,7 +90,6 @@ def add_option(
         help_text: what ``--help`` says about it.
         read: converts its text; None: the value is the text.
         metavar: what stands for its value in ``--help``.
-        required: whether it must be given.
     """
 
     def value(text: str) -> Any:
@@ -101,7 +98,7 @@ def add_option(
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    group.add_argument(f"--{name}", type=value, help=help_text, metavar=metavar, required=required)
+    group.add_argument(f"--{name}", type=value, help=help_text, metavar=metavar)
 
 
 def whole(least: int = 1, most: int = 2**31) -> Reader:

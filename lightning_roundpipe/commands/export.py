@@ -36,8 +36,8 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 def parser() -> Parser:
     """Return the parser of the command's options."""
     made = Parser("roundpipe-export", _PURPOSE, _EXAMPLES)
-    add_option(made, "run", "a run's folder, one with PEFT adapters, or a checkpoint", None, "FOLDER", required=True)
-    add_option(made, "to", "the new folder", None, "FOLDER", required=True)
+    add_option(made, "run", "a run's folder, one with PEFT adapters, or a checkpoint", None, "FOLDER")
+    add_option(made, "to", "the new folder", None, "FOLDER")
     add_option(made, "ckpt", "the checkpoint; by default the best, or the newest", None, "FILE")
     add_option(made, "base", "the base model; by default what the run says", None, "FOLDER|NAME")
     add_option(made, "dtype", ", ".join(_DTYPES), one_of(*_DTYPES))
@@ -58,6 +58,13 @@ def answer(arguments: Sequence[str]) -> Answer:
         OSError: a file cannot be read or written.
     """
     values, _ = parser().read(arguments)
+    for name in ("run", "to"):
+        if name not in values:
+            raise ValueError(f"{name}= is missing: write run=FOLDER to=FOLDER, as in {_EXAMPLES[0]}.")
+    if not Path(values["run"]).expanduser().exists():
+        raise ValueError(
+            f"run={values['run']} is not there: name a run's folder, one with PEFT adapters, or a checkpoint."
+        )
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from lightning_roundpipe.commands.conf_files import shipped_files
+from lightning_roundpipe.commands.conf_files import is_path, shipped_files
 from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.profile import OF_KINDS, Hardware, read_hardware
 
@@ -111,9 +111,9 @@ def choose_machine(
 def _counted(gpu: str | None, gpus: int | None) -> str:
     """Return ``hardware=`` for ``gpu=`` and ``gpus=``."""
     if gpu is None:
-        what = f"gpus={gpus} says how many: say which" if gpus else "the machine is missing: give gpu=NAME gpus=NUMBER"
+        what = f"gpus={gpus} does not say which" if gpus else "the machine is missing"
         raise ValueError(
-            f"{what}, as in gpu=rtx4090 gpus=4, or in hardware=rtx4090x4. Known are {', '.join(_gpus())}. "
+            f"{what}: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090 gpus=4. Known are {', '.join(sorted(_gpus()))}. "
             "hardware=auto measures this machine."
         )
     if (name := _known(_plain(gpu))) is None:
@@ -189,8 +189,3 @@ def _gpus() -> dict[str, Hardware]:
 def _plain(text: str) -> str:
     """Return a normalised name: RTX 4090, rtx-4090 and rtx4090 are the same."""
     return re.sub(r"[\s_-]", "", text).lower()
-
-
-def is_path(text: str) -> bool:
-    """Return whether an option names a file instead of a choice."""
-    return "/" in text or text.endswith((".json", ".yaml", ".yml"))

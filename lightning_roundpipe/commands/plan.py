@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_roundpipe.commands.answer import Answer
+from lightning_roundpipe.commands.answer import Answer, Form
 from lightning_roundpipe.commands.command_line import (
     Parser,
     Settings,
@@ -20,8 +20,9 @@ from lightning_roundpipe.commands.command_line import (
     whole,
     yes_or_no,
 )
+from lightning_roundpipe.commands.conf_files import read_choice, read_model
 from lightning_roundpipe.commands.console import console_command, waiting
-from lightning_roundpipe.commands.machines import AUTO
+from lightning_roundpipe.commands.machines import AUTO, choose_machine
 from lightning_roundpipe.config import (
     PRECISION_ALIASES,
     optimizer_state_of,
@@ -107,7 +108,7 @@ def parser() -> Parser:
     add_option(group, "partitioner", "search, or paper: predict the paper's library", one_of("search", "paper"), "NAME")
     add_option(group, "search_seconds", f"longest (default: {SEARCH_SECONDS:g})", seconds, "N")
     group = made.add_argument_group("output")
-    add_option(group, "format", "table or json", one_of("table", "json"), "NAME")
+    add_option(group, "format", "table, json or csv (default: table)", one_of(*get_args(Form)), "NAME")
     add_option(group, "picture", "of the steps", _path, "FILE")
     add_option(group, "trace", "of the steps, for ui.perfetto.dev", _path, "FILE")
     return made
@@ -136,6 +137,7 @@ def plan(arguments: Sequence[str]) -> Answer:
     for name in ("picture", "trace"):
         if path := values.get(name):
             _check_target(name, path)
+    _check_names(values)
     return replace(_plan(values, wish_of(values, settings)), form=values.get("format", "table"))
 
 
@@ -147,6 +149,14 @@ def _check_target(name: str, path: Path) -> None:
         raise ValueError(f"picture={path} must be the name of a file that ends in .png, .pdf or .svg.")
     if name == "picture" and not is_installed("matplotlib"):
         raise ValueError(f"picture={path} cannot be drawn, as {remedy('matplotlib')}")
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    """Refuse names of models, adapters and machines that are not known, before torch is imported."""
+    read_model(values["model"])
+    read_choice("lora", values.get("lora", "none"))
+    if values.get("hardware") != AUTO:
+        choose_machine(*(values.get(name) for name in ("hardware", "gpu", "gpus", "workers", "host_memory")))
 
 
 def _write_machine(values: Mapping[str, Any], settings: Mapping[str, Settings]) -> Answer:

@@ -264,7 +264,7 @@ def _untrained(model: str, quantization: Quantization) -> str:
 
 
 def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
-    """Refuse ``precision=fp8`` for devices without such products, and with adapters."""
+    """Refuse ``precision=fp8`` for devices without such products, with adapters, and with carried products."""
     if wish.hardware == AUTO:
         raise ValueError(
             "precision=fp8: hardware=auto does not measure fp8 products. Add their rate to the file that it writes "
@@ -280,6 +280,11 @@ def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
         raise ValueError(
             f"precision=fp8 with lora={wish.lora}: torchao.float8 also computes gradients of frozen weights, which "
             "takes longer than bf16. Leave one of them out."
+        )
+    if wish.carry_products:
+        raise ValueError(
+            "precision=fp8 with carry_products=true: fp8 layers count as compiled, and nothing of these is carried. "
+            "Leave one of them out."
         )
 
 

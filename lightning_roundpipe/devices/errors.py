@@ -55,8 +55,9 @@ LESS_FRAGMENTED = (
 """Remedy where the CUDA allocator returns its whole cache to find room: enough memory is free, but fragmented."""
 
 SMALLER = (
-    "Use microbatches of fewer samples or shorter sequences, token_tiles=, or adapters; behind the first window, which "
-    "runs layer by layer, a smaller memory_budget= makes stages smaller, too"
+    "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences, token_tiles= or adapters: "
+    "roundpipe-plan estimates what fits. After the first window, which runs layer by layer, a smaller memory_budget= "
+    "makes stages smaller, too"
 )
 """Remedies where a device is out of memory."""
 
@@ -116,8 +117,8 @@ def out_of_memory(
     """
     held = ", ".join(f"{name} {sizeof(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1])) or "nothing"
     of = "" if limit is None else f" of {sizeof(limit)}"
-    more = ", or raise memory= of emulation=" if emulated else ""
+    more = " Or raise memory= of emulation=." if emulated else ""
     return DeviceOutOfMemory(
         f"{device} is out of memory: {sizeof(asked)} for {purpose} do not fit, {sizeof(sum(resident.values()))}{of} "
-        f"are in use ({held}). {SMALLER}{more}."
+        f"are in use ({held}). {SMALLER}.{more}"
     )

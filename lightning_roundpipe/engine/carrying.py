@@ -108,7 +108,7 @@ class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _C._pop_torch_dispatch_stack(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types or not _is_product(func):
+        if not _is_product(func):
             return func(*args, **(kwargs or {}))
         return self.product(func, functools.partial(func, *args, **(kwargs or {})))
 

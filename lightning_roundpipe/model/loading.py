@@ -112,7 +112,7 @@ def from_package(
             model = _whole_model(folder, gguf_file=name, config=config, **_unpacked())
         _forget_quantisation(model)
         if packing.quantization is not None:
-            quantize.quantize(model, packing.quantization, double_quantization=packing.double)
+            model = quantize.quantize(model, packing.quantization, double_quantization=packing.double)
         return model
 
     return Pretrained(config, tokenizer, f"{name} of the package {package}", load, gguf=path)

@@ -273,7 +273,8 @@ def _refuse_others(module: nn.Module) -> None:
                 raise RoundPipeError(
                     f"the weights of {(name or type(inner).__name__)!r} are in a format ({kind}) that the roundpipe "
                     "strategy cannot send to devices. Take the model with weights in 16 bits, and quantise it with "
-                    "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or not at all."
+                    "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or not at all. torchao.float8 trains "
+                    "without enable_fsdp_float8_all_gather."
                 )
         config = getattr(inner.__dict__.get("hf_quantizer"), "quantization_config", None)
         if config is None or getattr(config, "dequantize", False):

@@ -75,9 +75,12 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     if isinstance(data, TextFiles):
         data.setup("fit")  # checks every record before the weights are loaded, which may take minutes
     seed_everything(cfg.seed, workers=True, verbose=False)  # random weights are the same whatever the data have drawn
+    model = pretrained.model
+    if cfg.float8:
+        _make(cfg.float8)(model)
     task = _make(
         cfg.task,
-        model=pretrained.model,
+        model=model,
         lora=_make(cfg.lora) if cfg.lora else None,
         optimizer=_make(cfg.optimizer),
         scheduler=_make(cfg.scheduler) if cfg.scheduler else None,

@@ -38,6 +38,9 @@ PASSIVE_HOOKS = "roundpipe_passive_hooks"
 _EARLIER_NAME = "roundpipe_looks_away"
 """What the declaration was called before the first release; read for one release more."""
 
+DECLARE = f"(the class attribute {PASSIVE_HOOKS} = True declares that it does not)"
+"""How a class avoids that its hooks are waited for."""
+
 _WITHIN_THE_STEP = ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
 """Hooks of callbacks and modules in which plain training shows finished gradients, or the weights before the step.
 
@@ -110,7 +113,7 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
         if _overrides(module, hook, LightningModule):
             yield f"{name} overrides {hook}"
     for hook in (*_WITHIN_THE_STEP, "optimizer_step"):
-        yield from _looking(trainer, module, hook)
+        yield from (f"{who}, which may read weights or gradients {DECLARE}" for who in _looking(trainer, module, hook))
     if hooked := hooked_parameter(module):
         yield f"parameter {hooked!r} has a hook"
     if getattr(trainer, "_detect_anomaly", False) or torch.is_anomaly_enabled():

@@ -28,6 +28,7 @@ from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.optim.partial_optimizer import copy_state
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.trainer.hook_audit import (
+    DECLARE,
     FlushOptimizer,
     Settle,
     listening,
@@ -203,10 +204,7 @@ class Stepping:
             if self._engine.model.formats.sets_default:
                 reason = reason or goes_by_default_format(optimizer, double=self._engine.model.formats.low is None)
         if reason is None and (looking := slowed_by(looks)) is not None:
-            reason = (
-                f"{looking} may read weights or gradients after each batch (the class attribute "
-                "roundpipe_passive_hooks = True declares that it does not)"
-            )
+            reason = f"{looking} may read weights or gradients after each batch {DECLARE}"
         return reason
 
     def _unpackable(self) -> str | None:

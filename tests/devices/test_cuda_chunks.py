@@ -45,7 +45,7 @@ def test_no_thread_of_the_process_takes_part(device: CudaDevice) -> None:
     device.gradients_down.wait(arrived)
     device.gradients_down.copy(back, there)
     assert isinstance(arrived, CudaEvent), "other streams can wait for it at once"
-    assert (threading.active_count(), fake_cuda.SYNCHRONIZED) == (before, [])
+    assert threading.active_count() <= before and fake_cuda.SYNCHRONIZED == []
     assert torch.equal(back, src)
 
 

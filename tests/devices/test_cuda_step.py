@@ -143,5 +143,5 @@ def test_out_of_memory_in_a_layer(gpus: list[CudaDevice], monkeypatch: pytest.Mo
     place, room = caught.value.__notes__
     assert "layer 'model.blocks.0', forward pass" in place
     assert " held " in room and "weights and gradients" in room and "other tensors" in room
-    assert "Use microbatches of fewer samples or shorter sequences, token_tiles=, or adapters" in room
+    assert "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences" in room
     assert harness.roundpipe_threads() == []

@@ -48,8 +48,8 @@ def test_out_of_memory_says_what_is_there_and_what_helps(make: MakeDevice) -> No
         "Emulated CUDA device 0 is out of memory: 4.0 KiB for weights of the next slot",
         "5.0 KiB of 8.0 KiB",
         "weights of the slot 4.0 KiB, boundary 1.0 KiB",
-        "Use microbatches of fewer samples or shorter sequences, token_tiles=, or adapters",
-        "or raise memory= of emulation=",
+        "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences",
+        "Or raise memory= of emulation=",
     ):
         assert part in message
     assert isinstance(caught.value, torch.OutOfMemoryError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from test_quantized import task, trained
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
+from torchao import float8
 from traps import WIDTH, Block, Net
 
 from lightning_roundpipe.engine import carrying
@@ -131,6 +133,18 @@ class Alternates(Block):
         return product(torch.tanh(self.inner(torch.tanh(x))), self.other.weight)  # type: ignore[no-any-return]
 
 
+class Float8(Block):
+    """Products of tensor subclasses, which return plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+        float8.convert_to_float8_training(self, config=config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.inner(torch.tanh(x)))) + x  # type: ignore[no-any-return]
+
+
 class Many(Block):
     """Products of other kinds: convolution, batches of matrices, integers."""
 
@@ -171,6 +185,7 @@ BLOCKS = [
     Compiled,
     Differentiates,
     Alternates,
+    Float8,
     Many,
 ]
 
@@ -266,9 +281,10 @@ def test_compiled_layers_are_recomputed_and_that_is_said(caplog: pytest.LogCaptu
     assert "plan: 3 calls of carry have nothing that can be carried" in caplog.text
 
 
-def test_what_a_call_s_products_take_is_measured_in_the_first_window() -> None:
-    report = train(Products, None, carry_products=True).report
+@pytest.mark.parametrize(("block", "nbytes"), [(Products, 4 + 4 + 1), (Float8, 4 + 4)])  # two products, and a mask
+def test_what_a_call_s_products_take_is_measured_in_the_first_window(block: type[Block], nbytes: int) -> None:
+    report = train(block, None, carry_products=True).report
     assert report is not None
     for call in report["costs"]["calls"][1:4]:
-        assert call["product_bytes"] == 2 * WIDTH * (4 + 4 + 1)  # two products and a mask, of two samples
+        assert call["product_bytes"] == 2 * WIDTH * nbytes  # of two samples
         assert 0 < call["product_s"] < call["forward_s"]

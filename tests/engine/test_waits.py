@@ -6,12 +6,14 @@ nothing from timing. Waits between threads show in the numbers, in an error, or 
 
 from __future__ import annotations
 
+import functools
 import time
 
 import harness
 import pytest
 import stress
 from ordering import Ordering
+from patience import longer_each_try
 from stress import CALLS, Case
 from without import take_out
 
@@ -50,16 +52,18 @@ WAITS = [
 
 
 @pytest.fixture(autouse=True)
-def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates are late, bucket by bucket."""
+def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Updates are late, bucket by bucket: by so many seconds."""
+    seconds = [0.02]
     real = BucketStepper._apply
 
     def apply(*args: object) -> None:
-        time.sleep(0.02)
+        time.sleep(seconds[0])
         real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     monkeypatch.setattr(BucketStepper, "_apply", apply)
+    return seconds
 
 
 def noticed(case: Case, where: str = "", line: str = "") -> list[str]:
@@ -85,5 +89,7 @@ def test_nothing_is_noticed_while_all_are_there(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "line"), WAITS)
-def test_a_wait_that_is_missing_is_noticed(where: str, line: str) -> None:
+@functools.partial(longer_each_try, each=(1.0, 4.0, 16.0))
+def test_a_wait_that_is_missing_is_noticed(where: str, line: str, late: list[float], times: float) -> None:
+    late[0] = 0.02 * times
     assert any(noticed(case, where, line) for case in CASES.values()), "nothing shows"

@@ -279,6 +279,14 @@ def _of_torchao(user: User) -> None:
     user.fit(module)
 
 
+def _gathered_in_fp8(user: User) -> None:
+    float8: Any = pytest.importorskip("torchao.float8")
+    module = zoo.make_module("mlp")
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    float8.convert_to_float8_training(module.model, config=config)
+    user.fit(module)
+
+
 def _by_gptq(user: User) -> None:
     module = zoo.make_module("mlp")
     module.model.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))  # as transformers marks it
@@ -371,7 +379,7 @@ MODULES = [
         "weights that another library than bitsandbytes has quantised, in a tensor of its own",
         "the weights of '…' are in a format (…) that the roundpipe strategy cannot send to devices",
         "Take the model with weights in 16 bits",
-        (_of_torchao,),
+        (_of_torchao, _gathered_in_fp8),
     ),
     Mistake(
         SECTION,

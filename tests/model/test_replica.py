@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import sys
-import threading
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -17,7 +15,6 @@ from harness import assert_same, ours, run
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_roundpipe.model.attributes import ModuleState
 from lightning_roundpipe.model.replica import Replica, parameter_places, unique_parameters
 
 CPU = torch.device("cpu")
@@ -199,31 +196,3 @@ class NewModule(pl.Callback):
 def test_a_layer_that_was_changed_in_training() -> None:
     """The workers would go on computing with what is no longer there."""
     assert_as_plain(zoo.MLP(), NewModule)
-
-
-def test_a_copy_is_made_while_other_threads_set_attributes() -> None:
-    """As user code does, on the thread of a microbatch, while a worker opens its first slot."""
-    layer: Any = nn.Linear(2, 2)
-    for number in range(200):
-        setattr(layer, f"setting_{number}", number)
-    over = threading.Event()
-
-    def set_attributes() -> None:
-        while not over.is_set():
-            for number in range(100):
-                setattr(layer, f"late_{number}", number)
-            for number in range(100):
-                delattr(layer, f"late_{number}")
-
-    before = sys.getswitchinterval()
-    thread = threading.Thread(target=set_attributes)
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        for _ in range(200):
-            replica = Replica(layer, CPU, ModuleState("Linear", layer))
-            assert vars(replica.module)["setting_199"] == 199
-    finally:
-        sys.setswitchinterval(before)
-        over.set()
-        thread.join()

@@ -239,6 +239,56 @@ def test_a_run_goes_on_with_the_other_kernel(cls: str) -> None:
     assert_same(swapped[0].state_dict(), swapped[1].state_dict(), close=True)
 
 
+def hyperparameters(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
+    optimizer.param_groups[1].update(lr=0.05, betas=(0.7, 0.8), eps=1e-5, weight_decay=0.3, maximize=True)
+
+
+def moved_between_groups(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
+    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+
+
+def state_forgotten(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
+    del optimizer.state[masters[0]]
+
+
+def state_replaced(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
+    optimizer.state[masters[3]] = {key: value * 2 for key, value in optimizer.state[masters[3]].items()}
+
+
+def tensor_replaced(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
+    optimizer.state[masters[3]]["exp_avg"] = optimizer.state[masters[3]]["exp_avg"] * 2
+
+
+def masters_elsewhere(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
+    masters[0].data = masters[0].data * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hyperparameters, moved_between_groups, state_forgotten, state_replaced, tensor_replaced, masters_elsewhere],
+)
+def test_what_changes_between_steps_is_seen_to_the_bit(
+    change: Callable[[Optimizer, list[nn.Parameter]], None],
+) -> None:
+    """Adam's kernel is given what it was given before, unless that has changed."""
+    masters, plain = parameters(), parameters()
+    ours, other = (
+        maker("AdamW", {"amsgrad": True} | options)(groups_of(ps))
+        for ps, options in ((masters, {}), (plain, {"fused": True}))
+    )
+    pieces = Pieces(ours, masters)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            change(ours, masters)
+            change(other, plain)
+        grads = gradients_of(step, masters)
+        pieces.step(clones(grads))
+        plain_step(other, plain, grads)
+        for master, expected in zip(masters, plain, strict=True):
+            assert_same(master.detach(), expected.detach())
+        assert_same(ours.state_dict()["state"], other.state_dict()["state"])
+
+
 class Decaying(Optimizer):
     """A user's own: a constructor with more arguments, attributes, and marks on the parameters."""
 

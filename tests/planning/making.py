@@ -45,9 +45,3 @@ def keeps(limits: Limits, plan: Plan, costs: Costs, workers: int) -> bool:
     most = limits.max_round or plan.round_microbatches
     is_cut_so = limits.min_round <= plan.round_microbatches <= most and len(plan.fused) <= limits.max_fused + 1
     return (is_beside or is_cut_so) and fits(plan, costs, workers, limits.memory)
-
-
-def speeds_of(costs: Costs) -> list[float]:
-    """Return how much faster than the mean each of unequal workers is, over all calls."""
-    whole = sum(call.forward_s + call.backward_s for call in costs)
-    return [whole / seconds if (seconds := sum(map(sum, times))) else 1.0 for times in costs.times]

@@ -49,16 +49,6 @@ def estimated_costs(model: str) -> Costs:
 # -- benchmarks/bench_validation.py ------------------------------------------------------------------------------------
 
 
-def test_predictions_are_near_what_was_measured_on_one_four_and_eight_gpus() -> None:
-    """The asynchronous rows of 2048 tokens; the largest model takes longest, and is left to the slow test."""
-    bench = script("benchmarks/bench_validation.py")
-    rows = [row for row in bench.read_rows() if row["sequence"] == 2048 and row["mode"] == "async"]
-    rows = [row for row in rows if row["hardware"] == "rtx4090" and "235b" not in row["model"]]
-    assert len(rows) == 12
-    errors = [abs(bench.predict(row).error) for row in rows]
-    assert median(errors) < 0.06 and max(errors) < 0.20
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_page_has_the_table_of_the_benchmark() -> None:

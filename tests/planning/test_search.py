@@ -7,11 +7,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
-from planning.judge import Times, step_ends
 from planning.making import call, keeps
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, pipeline, search
@@ -42,7 +41,7 @@ def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def ratio(case: Case, staleness: int, seconds: float) -> float:
-    """Our time over the paper's: a plan's step alone (staleness 0), or the mean of 16 of many (1), judged apart."""
+    """Our time over the paper's: a plan's step alone (staleness 0), or the mean of 16 of many (1)."""
     host = HostTime(hop_s=case.hop_ms / 1e3)
     plan = search_partition(
         case.costs(), case.workers, case.microbatches, None, 1 if staleness else 0, host, search_seconds=seconds
@@ -51,23 +50,14 @@ def ratio(case: Case, staleness: int, seconds: float) -> float:
     assert len(plan.fused) <= math.ceil(case.layers / 8) + 1
     assert Plan.parse(str(plan)) == plan
     plan.validate(case.costs().layers)
-    times = Times(
-        case.layers, case.forward_ms, case.backward_ms, case.head_forward_ms, case.head_backward_ms, case.hop_ms
-    )
-    row: dict[str, Any] = {
-        "forward": [len(span) for span in plan.forward],
-        "fused": len(plan.fused) - 1,
-        "backward": [len(span) for span in plan.backward],
-        "round_microbatches": plan.round_microbatches,
-    }
+    rules = Rules(1 if staleness else 0, host=host)
+    run = run_steps(plan, case.costs(), case.workers, case.microbatches, rules, 33 if staleness else 1)
     bubble = find_bubble(run_case(case))
     if not staleness:
-        [makespan] = step_ends(times, row, case.workers, case.microbatches, 1)
-        return makespan / bubble.makespan_ms
-    ends = step_ends(times, row, case.workers, case.microbatches, 33)
+        return 1e3 * run.makespan_s / bubble.makespan_ms
     work = case.layers * (2 * case.forward_ms + case.backward_ms) + case.head_forward_ms + case.head_backward_ms
     paper = case.microbatches * work / (case.workers * (1 - bubble.asynchronous_pct / 100))
-    return (ends[-1] - ends[-17]) / 16 / paper
+    return 1e3 * run.period_s(16) / paper
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,69 +76,3 @@ def test_several_means_need_one_count(other: list[int]) -> None:
     else:
         with pytest.raises(RoundPipeError, match=r"several over different numbers of targets \(2, 3\)"):
             user_code.targets.behind(loss)
-
-
-class Nowhere(SimpleNamespace):
-    """A device from which nothing can be read: whoever asked for a number there would wait for it on a GPU."""
-
-    torch_device = torch.device("meta")
-
-    def __init__(self) -> None:
-        super().__init__(staged=[], kept=[])
-
-    def host_like(self, t: torch.Tensor) -> torch.Tensor:
-        self.staged.append(torch.empty_like(t))
-        return self.staged[-1]
-
-    def free_after_compute(self, tensors: Any) -> None:
-        self.kept += tensors
-
-
-THERE = torch.ones(4, device="meta")
-HALF = torch.zeros(1, dtype=torch.float16, device="meta")
-
-
-MADE: dict[str, Callable[[], torch.Tensor]] = {
-    "torch.tensor": lambda: torch.tensor([1.0, 2.0], device="meta"),
-    "torch.tensor of numbers": lambda: torch.tensor(3, device=THERE.device, dtype=torch.float16),
-    "torch.as_tensor": lambda: torch.as_tensor([1, 2], device="meta"),
-    "new_tensor": lambda: THERE.new_tensor([1.0, 2.0]),
-    "cast on the way": lambda: torch.ones(3, dtype=torch.long).to("meta", torch.bfloat16),
-    "cast by keyword": lambda: torch.ones(3).to(device="meta", dtype=torch.float16, non_blocking=True),
-    "like another": lambda: torch.ones(3).to(HALF),
-}
-
-
-@pytest.mark.parametrize("way", MADE)
-def test_nobody_waits_for_what_is_made_on_the_host(way: str) -> None:
-    """torch's own copy of ordinary memory returns when the device has come that far, and the lock is held meanwhile."""
-    device = Nowhere()
-    expected = MADE[way]()
-    with mode(accelerator="meta", devices=[device]):
-        made = MADE[way]()
-    assert len(device.staged) == 1
-    assert (made.device, made.dtype, made.shape) == (expected.device, expected.dtype, expected.shape)
-
-
-MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "like another": lambda x: x.to(HALF),
-    "like another, by keyword": lambda x: x.to(tensor=HALF),
-    "like another, without waiting": lambda x: x.to(HALF, non_blocking=True),
-    "like another, by place": lambda x: x.to(HALF, True),
-    "like another, a copy": lambda x: x.to(HALF, copy=True),
-    "like another, in another order": lambda x: x.to(HALF, memory_format=torch.channels_last),
-    "to a device, and cast": lambda x: x.to("meta", torch.float16),
-    "to a device, and cast, by keyword": lambda x: x.to(device="meta", dtype=torch.float16, non_blocking=True),
-    "to a device, in another order": lambda x: x.to("meta", memory_format=torch.channels_last),
-    "like another of the same format": lambda x: x.to(HALF.float()),
-    "cast": lambda x: x.to(torch.float16),
-}
-
-
-@pytest.mark.parametrize("way", MOVES)
-def test_what_is_brought_is_as_torch_makes_it(way: str) -> None:
-    images = torch.ones(2, 3, 4, 4)
-    expected = MOVES[way](images)
-    with mode(accelerator="meta", devices=[Nowhere()]):
-        result = MOVES[way](images)
-    assert (result.device, result.dtype, result.stride()) == (expected.device, expected.dtype, expected.stride())

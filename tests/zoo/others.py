@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo import language
 from zoo.batches import VOCAB, Batch, causal_batch, classification_batch, image_batch, segmentation_batch
 from zoo.batches import seq2seq_batch as text_batch
-from zoo.modules import CausalLM, Classifier, PixelClassifier, PlainLM, Seq2SeqLM, ZooModule
+from zoo.modules import CausalLM, Classifier, PixelClassifier, PlainLM, Seq2SeqLM
 from zoo.plain import ResidualBlock
-from zoo.registry import WIDTH, MakeBatch, entry
+from zoo.registry import WIDTH, entry
 
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+TEXT = language.TEXT | {"intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 1}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEQ2SEQ: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -45,16 +37,7 @@ SEQ2SEQ: dict[str, Any] = {
 }
 
 
-def hugging_face(name: str, batch: MakeBatch, module: type[ZooModule], model: str, config: Any, **options: Any) -> None:
-    """``model`` of transformers, with what its configuration's class is given."""
-
-    def build() -> nn.Module:
-        import transformers
-
-        kind = getattr(transformers, model)
-        return kind(kind.config_class(**config))
-
-    entry(name, batch, module, other=True, **options)(build)
+hugging_face = partial(language.hugging_face, other=True)
 
 
 # --------------------------------------------------------------------------------------------------------- Hugging Face
