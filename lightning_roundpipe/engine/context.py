@@ -6,9 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from threading import local
 
-from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options
-from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.pool import Pool
@@ -19,11 +17,8 @@ from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.user_code.module_state import SharedAttributes
-from lightning_roundpipe.user_code.stand_ins import Copies
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 
@@ -92,42 +87,3 @@ class Context:
     def thread_state(self) -> TorchThreadState:
         """Capture the calling thread's torch modes."""
         return TorchThreadState.capture(self.pool.device_types, self.thread_locals)
-
-
-@dataclass(frozen=True)
-class StepSpec:
-    """What is fixed when a step begins.
-
-    Attributes:
-        seed: numbers from which its random states derive.
-        first: number of its first microbatch among those of all machines.
-        version: version of the weights that it computes with.
-        several: whether it has several microbatches.
-        overlaps: whether its backward may go on beside the next step.
-        undisturbed: whether no update was writing to masters when it began.
-        updates: the optimizer's thread; None if gradients go to ``.grad``.
-        loss_weights: how much the microbatches count; also says how many there are.
-        measures: whether a plan is to be made from it.
-        ahead: whether a stage is recomputed before the gradients of its last call are there.
-        carry: calls whose products are carried.
-        thread_state: torch's modes of the thread that began it.
-        recorder: records calls and copies.
-        scope: carries its first error to all its threads.
-        copies: copies on devices of masters that user code reads, until all microbatches have ended.
-    """
-
-    seed: tuple[int, ...]
-    first: int
-    version: int
-    several: bool
-    overlaps: bool
-    undisturbed: bool
-    updates: AsyncOptimizer | None
-    loss_weights: LossWeights
-    measures: bool
-    ahead: bool
-    carry: frozenset[int]
-    thread_state: TorchThreadState
-    recorder: Recorder
-    scope: CancelScope
-    copies: Copies = field(default_factory=dict, compare=False)

@@ -41,7 +41,7 @@ from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
-from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import LayerCall, Outcome
 from lightning_roundpipe.engine.layer_calls import LayerCalls
@@ -49,6 +49,7 @@ from lightning_roundpipe.engine.microbatch import CallingThread
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
+from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
@@ -273,7 +274,7 @@ class Batch(CallingThread):
         self._pass_on()
         self._wait_for_before()
         for slot in self._flight.slots():
-            self._wait_for(slot.sent)
+            self._wait_for(slot.gradients.sent)
         self.turns.go_on(self._flight.without_plan)
         self.sections.enter()
 
@@ -429,7 +430,7 @@ class Flight:
         slots = layout.lay_out(stages, batches)
         for slot in slots:  # with fewer stages than workers, rounds would run the same layers side by side
             changing = [layer for layer in slot.layers if layer.buffers.mutable]
-            slot.after = [other for other in before if any(map(other.has, changing))]
+            slot.gradients.after = [other for other in before if any(map(other.has, changing))]
         layout.enqueue()
         self._rounds.append(Round(layout, batches, slots))
 

@@ -290,7 +290,7 @@ class Executor:
             )
             found = run.tensors
             if gathering is not None and run.differentiable:
-                call.carried = gathering.send(slot.recorder, call.microbatch)
+                call.carried = gathering.send(slot.spec.recorder, call.microbatch)
                 worker.carrying += [host.ready for host in call.carried.block if host.ready is not None]
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
@@ -330,7 +330,7 @@ class Executor:
         could = worker.wait_for_weights(slot, layer, events, runner)
         tensors = self._arrived(inputs, runner)
         if could is not None:
-            slot.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
+            slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
         return tensors
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
@@ -449,7 +449,7 @@ class Executor:
             end = compute.record(timed=True)
         runner.scope.check()
         where = EventSource(slot.index, slot.phase, call.index, layer.name)
-        slot.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
+        slot.spec.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -473,7 +473,7 @@ class Executor:
                 call.traced.products = around.enter_context(Measuring(self.device, clock))
             yield
         if counter is not None:
-            slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
+            slot.spec.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
 
     def _part_from_lent(
         self, run: _Ran, found: list[Tensor], lent: set[int], originals: dict[int, Any]

@@ -261,7 +261,7 @@ class Tape:
             )  # fmt: skip
             del inputs, arriving
             activations.drop(device, following)
-            if planned and turns.microbatch == slot.microbatches[-1] and call.index in slot.gradients:
+            if planned and turns.microbatch == slot.microbatches[-1] and call.index in slot.gradients.on_worker:
                 worker.sender.send(slot, [call.index])
             turns.device = device
         return gradients, device

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.thread_owner import working
-from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import Microbatch
@@ -39,6 +39,7 @@ from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
+from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Signal
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
@@ -300,7 +301,7 @@ class ManualMicrobatch(Microbatch):
                 self.weights.forget(call)
         self.tape.calls += left[::-1]
         for slot in slots:
-            self.context.pool.baton.wait(self.turns.runner, slot.sent.then)
+            self.context.pool.baton.wait(self.turns.runner, slot.gradients.sent.then)
 
 
 class _ManualUserCode(UserCodeMode):

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from torch import Tensor
 
 from lightning_roundpipe.devices import Event
-from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Baton, Runner, Signal
 from lightning_roundpipe.memory.arenas import Place
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import Phase
-from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
@@ -43,6 +42,38 @@ class LayerUpload:
     segment: Tensor | None = None
 
 
+@dataclass(slots=True, eq=False)
+class SlotGradients:
+    """The sums of gradients of a slot on its worker, and their way to the host.
+
+    Attributes:
+        left: by call, reached once the next slot's gradients may follow to the host.
+        apart: whether the slot starts sums of its own, which the host adds to those of the slots before.
+        on_worker: by call, the sums that are not on their way yet.
+        free: ends of what uses their memory before.
+        after: slots that have added to the same host sums before.
+        sent: reached once all are on their way.
+    """
+
+    left: dict[int, Signal]
+    apart: bool
+    on_worker: dict[int, DeviceGradSums] = field(default_factory=dict)
+    free: list[Event] = field(default_factory=list)
+    after: list[Slot] = field(default_factory=list)
+    sent: Signal = field(default_factory=Signal)
+
+    def leaving(self, call: int) -> Signal:
+        """Return what is reached once another slot's gradients of ``call`` may follow to the host."""
+        return self.left.get(call, self.sent)
+
+    def let_go(self) -> None:
+        """Let others follow, when all are on their way."""
+        self.after = []
+        for left in self.left.values():
+            left.set()
+        self.sent.set()
+
+
 @dataclass(eq=False)
 class Slot:
     """A stage of one step, on one worker.
@@ -55,24 +86,17 @@ class Slot:
         layers: the layers of these, whose weights it needs.
         sums: by call, the host sums of gradients that it adds to.
         microbatches: the microbatches that it serves, in order.
-        version: version of the weights.
-        recorder: records its copies and computations.
-        cancel_scope: the step's.
+        spec: what is fixed for the step.
         round: number of its round.
         position: position among the slots of its round; None if it was made for one call, and is not in turn.
-        apart: whether it starts sums of its own, which the host adds to those of the slots before.
         unpacks_once: whether packed weights are unpacked once for all its microbatches.
         place: its part of an arena, once that is known.
         uploads: the weights of each layer, by the layer's number.
         shares: whether the weights are those of another slot.
-        gradients: by call, the sums on the worker that are not on their way to the host yet.
-        gradients_free: ends of what uses their memory before.
+        gradients: its sums on the worker.
         readiness: is told of its uploads and gradients.
         opened: whether it has memory for its weights and gradients.
         first: the ticket of its first microbatch.
-        after: slots that have added to the same sums before.
-        left: by call, reached once the next slot's gradients may follow to the host.
-        sent: reached once all its gradients are on their way.
     """
 
     index: int
@@ -82,28 +106,22 @@ class Slot:
     layers: Sequence[HostLayer]
     sums: dict[int, HostGradSums]
     microbatches: Sequence[int]
-    version: int
-    recorder: Recorder
-    cancel_scope: CancelScope
+    spec: StepSpec
     round: int = 0
     position: int | None = None
-    apart: bool = False
+    apart: InitVar[bool] = False
     unpacks_once: bool = False
     place: Place | None = None
     uploads: dict[int, LayerUpload] = field(init=False)
     shares: bool = False
-    gradients: dict[int, DeviceGradSums] = field(default_factory=dict)
-    gradients_free: list[Event] = field(default_factory=list)
+    gradients: SlotGradients = field(init=False)
     readiness: GradReadiness | None = None
     opened: bool = False
     first: int = 0
-    after: list[Slot] = field(default_factory=list)
-    left: dict[int, Signal] = field(init=False)
-    sent: Signal = field(default_factory=Signal)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, apart: bool) -> None:
         self.uploads = {layer.index: LayerUpload() for layer in self.layers}
-        self.left = {call: Signal() for call in self.sums}
+        self.gradients = SlotGradients({call: Signal() for call in self.sums}, apart)
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""
@@ -111,16 +129,9 @@ class Slot:
 
     def let_go(self) -> None:
         """Let go of the memory, when all gradients are on their way."""
-        self.after = []
         for upload in self.uploads.values():
             upload.segment = None
-        for left in self.left.values():
-            left.set()
-        self.sent.set()
-
-    def has_left(self, call: int) -> bool:
-        """Return whether another slot's gradients of ``call`` may follow this one's to the host."""
-        return self.left.get(call, self.sent).is_set
+        self.gradients.let_go()
 
     def ticket(self, microbatch: int) -> int:
         return self.first + microbatch - self.microbatches[0]

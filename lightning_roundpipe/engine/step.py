@@ -18,11 +18,12 @@ from typing import Any
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import CancelScope, Runner, Signal
 from lightning_roundpipe.faults.notes import add_waiting_note
 from lightning_roundpipe.planning.schedule import Plan

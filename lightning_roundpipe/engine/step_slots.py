@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Activations
-from lightning_roundpipe.engine.context import Context, StepSpec
+from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import Executor, LayerCall
 from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
@@ -90,8 +91,7 @@ class StepSlots:
         index = next(self._context.slots)
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)], sums,
-            microbatches, self.spec.version, self.spec.recorder, self.spec.scope, number, position,
-            apart=self._apart, unpacks_once=stage.unpacks_once,
+            microbatches, self.spec, number, position, apart=self._apart, unpacks_once=stage.unpacks_once,
         )  # fmt: skip
         self._follow(slot)
         return slot
@@ -100,7 +100,7 @@ class StepSlots:
         """Let a slot go on with the sums of those that add to them before."""
         for sums in slot.sums.values():
             if (before := self._adding.get(id(sums))) is not None:
-                slot.after.append(before)
+                slot.gradients.after.append(before)
             self._adding[id(sums)] = slot
 
     def _expect(self, slots: Sequence[Slot]) -> None:
@@ -125,8 +125,7 @@ class StepSlots:
         counts = self.trace is None and self._readiness is not None
         slot = Slot(
             next(self._context.slots) if counts else -1, worker, phase, [call.index], [call.layer],
-            {} if sums is None else {call.index: sums}, [call.microbatch], self.spec.version, self.spec.recorder,
-            self.spec.scope,
+            {} if sums is None else {call.index: sums}, [call.microbatch], self.spec,
         )  # fmt: skip
         self._follow(slot)
         self._expect([slot])

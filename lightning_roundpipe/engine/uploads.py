@@ -56,18 +56,18 @@ class WeightUploads:
         with self.lock:
             while self._queue:
                 slot, layer, (start, end) = self._queue[0]
-                if slot.cancel_scope.failed:
+                if slot.spec.scope.failed:
                     self._queue.popleft()
                     continue
                 assert slot.place is not None
                 if (before := self.arena.before(start, end, slot.place)) is None:
                     return
-                wanted = layer.bucket.index, slot.version
-                if not layer.bucket.has(slot.version):
+                wanted = layer.bucket.index, slot.spec.version
+                if not layer.bucket.has(slot.spec.version):
                     if self._awaited == wanted:
                         return
                     self._awaited = wanted
-                    if layer.bucket.when(slot.version, self._published):
+                    if layer.bucket.when(slot.spec.version, self._published):
                         return
                 self._awaited = None
                 self._queue.popleft()
@@ -88,11 +88,11 @@ class WeightUploads:
             layer.weights.upload(stream, upload.segment)
             end = stream.record(timed=True)
         except BaseException as error:
-            slot.cancel_scope.fail(error)
+            slot.spec.scope.fail(error)
             return
         upload.end = end
         where = EventSource(slot.index, slot.phase, -1, layer.name)
-        slot.recorder.add("upload_weights", self._device.index, start, end, -1, layer.weights.nbytes, where)
+        slot.spec.recorder.add("upload_weights", self._device.index, start, end, -1, layer.weights.nbytes, where)
         if slot.readiness is not None:
             slot.readiness.uploading(layer.bucket, end)
         upload.enqueued.set()

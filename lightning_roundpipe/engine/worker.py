@@ -68,9 +68,9 @@ class GradientSender(TaskThread):
     def send(self, slot: Slot, calls: Iterable[int]) -> None:
         """Send the gradients of calls, which no microbatch adds to any more, to the host [3]."""
         for call in calls:
-            gradients = slot.gradients.pop(call)
+            gradients = slot.gradients.on_worker.pop(call)
             if not any(gradients.present):
-                slot.left[call].set()
+                slot.gradients.left[call].set()
                 if slot.readiness is not None:
                     slot.readiness.gradients_sent(slot, call)
                 continue
@@ -78,7 +78,7 @@ class GradientSender(TaskThread):
                 gradients.narrow()
             end = self.device.compute.record()
             work = functools.partial(self._send, slot, call, gradients, end)
-            before = any(not other.has_left(call) for other in slot.after)
+            before = any(not other.gradients.leaving(call).is_set for other in slot.gradients.after)
             self._in_order(work, waits=before or not gradients.host.has_room)
 
     def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
@@ -92,21 +92,21 @@ class GradientSender(TaskThread):
             self.end_turn()
 
     def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
-        scope = slot.cancel_scope
+        scope = slot.spec.scope
         try:
             if scope.failed:
                 return
             stream = self.device.gradients_down
             stream.wait(end)
-            for other in slot.after:
-                other.left.get(call, other.sent).wait(scope)
+            for other in slot.gradients.after:
+                other.gradients.leaving(call).wait(scope)
             gradients.host.make_room(scope)
             start = stream.record(timed=True)
-            gradients.download(stream, self.device.index, slot.left[call].set, scope.fail)
+            gradients.download(stream, self.device.index, slot.gradients.left[call].set, scope.fail)
             left = stream.record(timed=True)
             where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
             nbytes = gradients.host.layout.travel_nbytes
-            slot.recorder.add("download_gradients", self.device.index, start, left, -1, nbytes, where)
+            slot.spec.recorder.add("download_gradients", self.device.index, start, left, -1, nbytes, where)
             if slot.readiness is not None:
                 slot.readiness.gradients_sent(slot, call)
         except BaseException as error:
@@ -122,18 +122,18 @@ class GradientSender(TaskThread):
 
         Weights that no call has asked for may be ``pending``: not published yet, so that their upload is still to come.
         """
-        memory.last = slot.sent
+        memory.last = slot.gradients.sent
         end = self.device.compute.record()
         self._in_order(functools.partial(self._free_place, slot, memory, end, pending), waits=bool(pending))
 
     def _free_place(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
         try:
-            if not slot.cancel_scope.failed:
+            if not slot.spec.scope.failed:
                 stream, place = self.device.gradients_down, slot.place
                 stream.wait(end)  # what comes to the place next waits for this stream alone
                 assert place is not None
                 for layer in pending:
-                    slot.uploads[layer].enqueued.wait(slot.cancel_scope)
+                    slot.uploads[layer].enqueued.wait(slot.spec.scope)
                     stream.wait(slot.uploads[layer].end)
                 with memory.uploads.lock:
                     if pending:  # only now: what is uploaded to the place has found all that were there before it
@@ -145,7 +145,7 @@ class GradientSender(TaskThread):
                 memory.uploads.proceed()
                 self._report_closed(slot)
         except BaseException as error:
-            slot.cancel_scope.fail(error)
+            slot.spec.scope.fail(error)
         finally:
             slot.let_go()
 
@@ -273,8 +273,8 @@ class Worker:
             runner: the calling thread.
             present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
-        for before in slot.after if not slot.apart else ():
-            self._baton.wait(runner, before.sent.then)
+        for before in slot.gradients.after if not slot.gradients.apart else ():
+            self._baton.wait(runner, before.gradients.sent.then)
         if memory.last is not None:
             self._baton.wait(runner, memory.last.then)
         if present is not None and all(map(present.has, slot.layers)):
@@ -317,19 +317,19 @@ class Worker:
             region = arena.add_gradients(slot.place, sizes)
             before = arena.before(region.start, region.end, slot.place) or []
             segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
-        slot.gradients_free = list(events)
+        slot.gradients.free = list(events)
         stream = self.device.weights_up
         for (call, host), segment in zip(sums.items(), segments, strict=True):
-            gradients = slot.gradients[call] = DeviceGradSums(host, segment)
+            gradients = slot.gradients.on_worker[call] = DeviceGradSums(host, segment)
             if any(gradients.present):  # a sum that an earlier slot has begun goes on
                 for event in (*events, *([host.arrived] if host.arrived is not None else ())):
                     stream.wait(event)
                 start = stream.record(timed=True)
                 gradients.upload(stream)
                 end = stream.record(timed=True)
-                slot.gradients_free.append(end)
+                slot.gradients.free.append(end)
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
-                slot.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
+                slot.spec.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
     def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Iterable[Event], runner: Runner) -> Event | None:
         """Have the compute stream wait for the upload of ``layer`` [2].
@@ -373,13 +373,13 @@ class Worker:
     def gradients_of(self, slot: Slot, call: int) -> DeviceGradSums | None:
         """Return the sums that the backward of a call adds to; None if nothing in its layer is trained."""
         self._wait_for_gradients(slot)
-        return slot.gradients.get(call)
+        return slot.gradients.on_worker.get(call)
 
     def _wait_for_gradients(self, slot: Slot) -> None:
         """Have the compute stream wait until the memory for gradients is free, and the sums so far are there."""
-        for event in slot.gradients_free:
+        for event in slot.gradients.free:
             self.device.compute.wait(event)
-        slot.gradients_free = []
+        slot.gradients.free = []
 
     def close_slot(self, slot: Slot, memory: SlotMemory | None = None) -> None:
         """Free a slot's place behind what uses it [4]."""
@@ -393,7 +393,7 @@ class Worker:
             if layer.index not in pending:
                 compute.wait(slot.uploads[layer.index].end)
         self._wait_for_gradients(slot)  # a slot may close without a backward
-        self.sender.send(slot, list(slot.gradients))
+        self.sender.send(slot, list(slot.gradients.on_worker))
         if slot.unpacks_once and self.copies.buffer is not None:
             for layer in slot.layers:
                 self.replica(slot, layer).copies.open(None)

@@ -34,8 +34,8 @@ def slot(*held: ParamBucket, adds: tuple[ParamBucket, ...] = ()) -> Slot:
 
 
 def made_slot(index: int, layers: list[Any], sums: Any) -> Slot:
-    recorder: Any = None
-    return Slot(index, 0, "fused", range(5), layers, sums, [0], 0, recorder, CancelScope())
+    spec: Any = SimpleNamespace(scope=CancelScope())
+    return Slot(index, 0, "fused", range(5), layers, sums, [0], spec)
 
 
 def there(readiness: GradReadiness) -> list[int]:

@@ -1,0 +1,51 @@
+"""What is fixed when a step begins: what its slots and microbatches have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_roundpipe.batches.weights import LossWeights
+from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.threads.cancel_scope import CancelScope
+from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.user_code.stand_ins import Copies
+from lightning_roundpipe.user_code.thread_state import TorchThreadState
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What is fixed when a step begins.
+
+    Attributes:
+        seed: numbers from which its random states derive.
+        first: number of its first microbatch among those of all machines.
+        version: version of the weights that it computes with.
+        several: whether it has several microbatches.
+        overlaps: whether its backward may go on beside the next step.
+        undisturbed: whether no update was writing to masters when it began.
+        updates: the optimizer's thread; None if gradients go to ``.grad``.
+        loss_weights: how much the microbatches count; also says how many there are.
+        measures: whether a plan is to be made from it.
+        ahead: whether a stage is recomputed before the gradients of its last call are there.
+        carry: calls whose products are carried.
+        thread_state: torch's modes of the thread that began it.
+        recorder: records calls and copies.
+        scope: carries its first error to all its threads.
+        copies: copies on devices of masters that user code reads, until all microbatches have ended.
+    """
+
+    seed: tuple[int, ...]
+    first: int
+    version: int
+    several: bool
+    overlaps: bool
+    undisturbed: bool
+    updates: AsyncOptimizer | None
+    loss_weights: LossWeights
+    measures: bool
+    ahead: bool
+    carry: frozenset[int]
+    thread_state: TorchThreadState
+    recorder: Recorder
+    scope: CancelScope
+    copies: Copies = field(default_factory=dict, compare=False)
