@@ -71,6 +71,7 @@ class Row:
 
 ROWS = (
     Row("llama3_1_8b", "Llama-3.1-8B", "full", 192),
+    Row("llama3_1_8b", "Llama-3.1-8B", "full, int8 moments", 128, optimizer_state="int8"),
     Row("llama3_1_8b", "Llama-3.1-8B", "LoRA", 64, "all_linear"),
     Row("qwen3_32b", "Qwen3-32B", "full", 512),
     Row("qwen3_32b", "Qwen3-32B", "full, int8 moments", 384, optimizer_state="int8"),

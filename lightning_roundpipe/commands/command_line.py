@@ -76,7 +76,8 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(error.message if "=" in error.message else f"{error}.") from None
         if unknown:
             name = unknown[0].partition("=")[0].lstrip("-")
-            hint = did_you_mean(name, re.findall(r"--(\w+)", self.format_help())).replace("?", "=?")
+            known = re.findall(r"^ +--(\w+)", self.format_help(), flags=re.MULTILINE)
+            hint = did_you_mean(name, known).replace("?", "=?") or f" There are {'=, '.join(known)}=."
             raise ValueError(f"There is no option {name!r}.{hint} All are in {self.prog} --help.")
         return vars(found), {group: tuple(pairs.items()) for group, pairs in groups.items()}
 

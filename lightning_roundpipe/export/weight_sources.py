@@ -66,9 +66,15 @@ class StoredWeights:
         self._files: dict[str, Path] = {}
         self.specs = {}
         with reading(folder, setting):
-            files = weight_files(folder)
-            if not files:
-                raise ValueError("pytorch_model.bin is not read: load the model and save_pretrained() it first")
+            try:
+                files = weight_files(folder)
+            except FileNotFoundError:
+                files = {}
+        if not files:
+            raise ValueError(
+                f"{setting}: {folder} holds no weights in safetensors files. Name a model with them by base=, or load "
+                "this one and save_pretrained() it first."
+            )
         for path, names in files.items():
             with reading(path, setting):
                 check_file(path, names)

@@ -100,6 +100,10 @@ def test_all_weights_of_another_model(run: Path, base: Path, tmp_path: Path) -> 
     torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}, checkpoint)
     other = make_base(tmp_path / "other", num_hidden_layers=3)
     refused(r"^ckpt=.* lacks 9 weights of the model, such as model.layers.2", checkpoint, to, base=str(other))
+    bare = make_base(tmp_path / "bare")
+    for file in bare.glob("*.safetensors*"):
+        file.unlink()
+    refused(r"^base=.* holds no weights in safetensors files. Name a model", run, to, base=str(bare))
     wider = make_base(tmp_path / "wider", intermediate_size=96)
     message = r"^ckpt=.* is another model: .*_proj.weight has the shape \(\d+, \d+\), and .* with base="
     refused(message, checkpoint, to, base=str(wider))
