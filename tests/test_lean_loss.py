@@ -55,6 +55,17 @@ def test_equals_plain_training(name: str, lora: bool) -> None:
     assert_same(expected(name, lora, 3), lean(name, lora))
 
 
+@pytest.mark.slow
+def test_beside_compiled_layers() -> None:
+    """In bf16-true, whose default dtype Dynamo meets in the loss."""
+    losses = []
+    for compiled in (None, {"backend": "aot_eager"}):
+        module = Lean(zoo.make_module("llama", False).model)
+        strategy = ours(num_microbatches=3, loss_weight="targets", **({"compile_layers": compiled} if compiled else {}))
+        losses.append(run(strategy, module, zoo.make_batches("llama"), devices=2, precision="bf16-true").losses)
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=0.02, atol=0.0)
+
+
 # ------------------------------------------------------------------------------------------------- the packaged module
 
 CLASSES, WIDTH, LENGTH = 2048, 32, 64

@@ -34,6 +34,9 @@ from lightning_roundpipe.model.replica import Replica
 
 _TOGETHER = "force_non_lazy_backward_lowering"
 """AOTAutograd's setting for [2]."""
+_OTHER_BACKEND = (
+    ", or give it another backend: compile_layers={'backend': 'aot_eager'} needs no compiler for C++ or CUDA"
+)
 _STRICT = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
 """Dynamo's settings for [5]."""
 
@@ -113,10 +116,10 @@ class CompiledForwards(LayerCompiler):
                     "True}, which is the default), raise that limit, or leave compile_layers out."
                 ) from error
             except self._failures as error:
+                other = "" if self._settings.get("backend") == "aot_eager" else _OTHER_BACKEND
                 raise RoundPipeError(
                     f"layer {layer.name!r} could not be compiled ({type(error).__name__}, see above). Leave "
-                    "compile_layers out, or give it another backend: compile_layers={'backend': 'aot_eager'} needs no "
-                    "compiler for C++ or CUDA."
+                    f"compile_layers out{other}."
                 ) from error
 
         return forward

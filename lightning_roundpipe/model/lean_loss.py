@@ -61,8 +61,14 @@ class LeanHead(nn.Linear):
         if target is None:
             return super().forward(input)
         hidden = input.reshape(-1, self.in_features)
-        loss: Tensor = _Loss.apply(hidden, self.weight, self.bias, target, finish, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        loss: Tensor = _loss_of(hidden, self.weight, self.bias, target, finish)
         return loss
+
+
+# Under bf16-true, Dynamo fails inside; and between chunks there is nothing to fuse.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, finish: Finish | None) -> Any:
+    return _Loss.apply(hidden, weight, bias, target, finish, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
 
 
 def make_lean(model: nn.Module) -> None:
