@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +14,7 @@ from engine_rounds import Boom, Engined, Round, run
 from patience import until
 
 from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
@@ -29,39 +33,42 @@ def test_many_rounds(part: int) -> None:
         run(1000 + 700 * part + seed)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the next window begins: the step in flight has failed with it, and is over when the error is raised."""
-    monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # or all might be stepped in one call
+@contextlib.contextmanager
+def engined(staleness: int) -> Iterator[tuple[Engined, Callable[[], None]]]:
+    """An engine that has trained, with what trains one more window. Behind the error of a step it trains on."""
     drawn = replace(Round.draw(0), apart=True, overlap=True, plan=None, staleness=staleness, error=None)
     ours = Engined(drawn, Emulation())
+    train = functools.partial(ours.window, drawn.windows[0])
     try:
         state, momentum = copy.deepcopy(ours.network.state_dict()), ours.momentum()
         for _ in range(3):
-            ours.window(drawn.windows[0])
-        ours.engine.settle()
-        ours.fuse.place, ours.fuse.left = "optimizer", 2
-        ours.window(drawn.windows[0])
-        updates = ours.engine.updates
-        assert updates is not None
-        until(lambda: not updates.whole, "no update fails")
-        with pytest.raises(Boom):
-            ours.window(drawn.windows[0])
+            train()
+        yield ours, train
         ours.restore(state, momentum)
-        ours.window(drawn.windows[0])
+        train()
         ours.engine.settle()
     finally:
         ours.engine.close()
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next window begins: the step in flight has failed with it, and is over when the error is raised."""
+    monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # or all might be stepped in one call
+    with engined(staleness) as (ours, train):
+        ours.engine.settle()
+        ours.fuse.place, ours.fuse.left = "optimizer", 2
+        train()
+        updates = ours.engine.updates
+        assert updates is not None
+        until(lambda: not updates.whole, "no update fails")
+        with pytest.raises(Boom):
+            train()
+
+
 def test_a_step_whose_predecessor_fails_while_it_is_made_fails_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is that of the step before, nothing is left in flight, and the engine trains on."""
-    drawn = replace(Round.draw(0), apart=True, overlap=True, plan=None, staleness=0, error=None)
-    ours = Engined(drawn, Emulation())
-    try:
-        state, momentum = copy.deepcopy(ours.network.state_dict()), ours.momentum()
-        for _ in range(3):
-            ours.window(drawn.windows[0])
+    with engined(staleness=0) as (ours, train):
         before = ours.engine._step_in_flight
         assert before is not None
 
@@ -71,9 +78,30 @@ def test_a_step_whose_predecessor_fails_while_it_is_made_fails_with_it(monkeypat
 
         with monkeypatch.context() as patch, pytest.raises(Boom, match="before"):
             patch.setattr("lightning_roundpipe.engine.step.GradReadiness", readiness)
-            ours.window(drawn.windows[0])
-        ours.restore(state, momentum)
-        ours.window(drawn.windows[0])
+            train()
+
+
+def test_devices_are_reset_behind_the_last_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's thread, which publishes weights, is no thread of the step: nothing else waits for its uploads."""
+    left: list[bool] = []
+    reset = EmulatedDevice.reset
+
+    def resetting(device: EmulatedDevice) -> None:
+        left.extend(bool(worker.planned.uploads._queue) for worker in ours.engine.context.pool.workers)
+        reset(device)
+
+    def failing(*args: object) -> None:
+        slot = ours.engine.context.pool.workers[0].turns.slots[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(type(slot.layers[0].bucket), "has", lambda bucket, version: False)
+            patch.setattr(type(slot.layers[0].bucket), "when", lambda *args: True)
+            ours.engine.context.pool.workers[0].planned.uploads.prepare(slot)  # weights that are published too late
+        raise Boom("late")
+
+    with engined(staleness=0) as (ours, train):
         ours.engine.settle()
-    finally:
-        ours.engine.close()
+        with monkeypatch.context() as patch, pytest.raises(Boom, match="late"):
+            patch.setattr(EmulatedDevice, "reset", resetting)
+            patch.setattr(type(ours.fuse), "__call__", failing)
+            train()
+    assert left and not any(left)
