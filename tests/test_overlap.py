@@ -6,6 +6,7 @@ overlap it never would. Numbers are those of other tests; here it is who runs be
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -301,21 +302,78 @@ class Dropping(Layer):
         return nn.functional.dropout(super().forward(x, which), 0.2)
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_layers_that_draw_do_not_go_on_alone(draws: bool) -> None:
-    """On emulated devices they share a generator with the main thread, which would find it elsewhere."""
-    on_its_way: list[bool] = []
+class Looking(pl.Callback):
+    """Finds state of the process between steps, and changes it."""
 
-    class Looking(pl.Callback):
-        roundpipe_looks_away = True
+    roundpipe_looks_away = True
 
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            on_its_way.append(trainer.strategy._engine._step_in_flight is not None)
-            torch.rand(3)
+    def __init__(self) -> None:
+        self.on_its_way: list[bool] = []
+        self.found: list[Any] = []
 
-    module = Gated(Gate(-1))
-    if draws:
-        module.layers[1] = Dropping()
-    strategy = ours(num_microbatches=2, layers=["Layer"] + ["Dropping"] * draws, plan=PLAN)
-    run(strategy, module, BATCHES, devices=2, callbacks=[Looking()], watch=False)
-    assert on_its_way == [False] + [not draws] * 4
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        engine = getattr(trainer.strategy, "_engine", None)
+        self.on_its_way.append(engine is not None and engine._step_in_flight is not None)
+        for _ in range(20):
+            time.sleep(1e-4)  # lets other threads of the process run
+            self.found += [torch.rand(()).item(), random.random(), torch.get_default_dtype()]
+
+
+@pytest.mark.parametrize("always_away", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_who_shares_the_process_takes_turns(precision: Any, always_away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that draw go on beside the next step, and neither they nor the main thread find what the other one has
+    done to generators or to torch's default dtype."""
+    if always_away:
+        monkeypatch.setattr("lightning_roundpipe.engine.executor.LONG_S", 0.0)
+    begin, drawing, dtypes, disturbed = AsyncOptimizer.begin, threading.Event(), set(), list[bool]()
+
+    def slowly(self: AsyncOptimizer, *, zero_grad: bool) -> None:
+        drawing.clear()
+        drawing.wait(0.2)  # the main thread is in the engine, and a layer, if a step is in flight, draws
+        begin(self, zero_grad=zero_grad)
+
+    monkeypatch.setattr(AsyncOptimizer, "begin", slowly)
+
+    class Noting(Layer):
+        def forward(self, x: Tensor, which: Tensor) -> Tensor:
+            for _ in range(10):
+                time.sleep(5e-4)
+                dtypes.add(torch.get_default_dtype())
+            return super().forward(x, which)
+
+    class Dropping(Layer):
+        def forward(self, x: Tensor, which: Tensor) -> Tensor:
+            h = super().forward(x, which)
+            drawing.set()
+            for _ in range(10):
+                before = torch.get_rng_state()
+                time.sleep(2e-3)
+                disturbed.append(not torch.equal(before, torch.get_rng_state()))
+                h = nn.functional.dropout(h, 0.05)
+            return h
+
+    def train(strategy: Any) -> tuple[Looking, dict[str, Tensor]]:
+        module, looking = Gated(Gate(-1)), Looking()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            module.layers[0], module.layers[1], module.layers[2] = Noting(), Dropping(), Noting()
+            torch.manual_seed(5)
+            random.seed(5)
+            result = run(strategy, module, BATCHES, devices=2, callbacks=[looking], watch=False, precision=precision)
+        return looking, result.module.state_dict()
+
+    layers = {"num_microbatches": 2, "layers": ["Layer", "Dropping", "Noting"]}
+    before = random.getstate()
+    try:
+        beside, weights = train(ours(plan=PLAN, **layers))
+        assert beside.on_its_way == [False] + [True] * 4
+        assert not any(disturbed)
+        assert dtypes == {torch.float32 if precision == "32-true" else torch.bfloat16}
+        alone, expected = train(ours(overlap=False, **layers))
+    finally:
+        random.setstate(before)
+    assert not any(alone.on_its_way)
+    assert beside.found == alone.found and set(beside.found[2::3]) == {torch.float32}
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name

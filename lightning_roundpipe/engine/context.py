@@ -9,6 +9,7 @@ from threading import local
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
+from lightning_roundpipe.engine.main_thread import MainThread
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.randomness import Randomness
 from lightning_roundpipe.engine.trace import Trace
@@ -51,6 +52,7 @@ class Context:
         options: the strategy's options.
         model: the user's model in host memory.
         pool: workers and threads.
+        main: the main thread beside a step in flight.
         executors: one for each worker.
         gradients: host memory for the gradients of calls.
         attributes: attributes of layers' modules.
@@ -65,6 +67,7 @@ class Context:
     options: Options
     model: HostModel
     pool: Pool
+    main: MainThread
     executors: list[Executor]
     gradients: GradientMemory
     attributes: LayerAttributes

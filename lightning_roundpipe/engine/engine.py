@@ -23,6 +23,7 @@ from lightning_roundpipe.engine.evaluation import Batch, Evaluations
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
+from lightning_roundpipe.engine.main_thread import MainThread
 from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch, MicrobatchResult
 from lightning_roundpipe.engine.planner import Planner, rates_of
@@ -137,6 +138,7 @@ class Engine:
             options=options,
             model=model,
             pool=pool,
+            main=MainThread(pool, randomness),
             executors=[
                 Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts, carries=carries)
                 for worker in pool.workers
@@ -190,27 +192,33 @@ class Engine:
             The results of the microbatches. The backward of their losses puts gradients into ``.grad``, or sets the
             factor with which `AsyncOptimizer` takes them.
         """
+        with self.context.main.away():
+            return self._train_window(functions, weights, seed, zero_grad=zero_grad)
+
+    def _train_window(
+        self, functions: Sequence[Callable[[], Any]], weights: LossWeights, seed: tuple[int, ...], *, zero_grad: bool
+    ) -> WindowResult:
         self._prepare(zero_grad=zero_grad)
         context = self.context
-        overlaps = self._may_overlap
+        shares_state = self._shares_state
+        overlaps = self._may_overlap and not (shares_state and context.exchange is not None)
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
         plan, before = context.learned.plan, self._step_in_flight
-        step = Step(context, seed, weights, self.updates, before, overlaps=overlaps, plan=plan)
+        step = Step(
+            context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan
+        )
         context.gradients.pool.keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
-        caller = CallerRandomState(context.pool.devices)
         switched_off = self._set_up()
         runs: list[Microbatch] = []
         try:
             with self._failing(step):
                 with intercepted(self._interceptors, step.spec.scope.fail):
-                    context.randomness.park()
                     context.attributes.begin()
                     context.shared.begin()
                     try:
                         step.run(functions, in_order=step.plan is None or not context.options.overlap)
                     finally:
-                        caller.restore()
                         runs = step.microbatches
                 before, self._step_in_flight = self._step_in_flight, step
                 if before is not None:
@@ -339,19 +347,26 @@ class Engine:
         """Whether a step's backward may go on when its outputs were returned, beside the next step.
 
         Updates must go through the optimizer's thread, and there must be a plan. Each other condition rules out
-        something that the main thread changes meanwhile: attributes of which each microbatch has its own, generators
-        that the backward draws from or puts back, the results that logs go to, torch's default dtype.
+        something that the main thread changes meanwhile: attributes of which each microbatch has its own, and the
+        results that logs go to.
         """
         context = self.context
         return (
             self.updates is not None
             and context.learned.plan is not None
             and not context.shared.put_back
-            and not context.randomness.draws
             and not context.learned.logs_in_backward
-            and not any_changes()
-            and not self.model.formats.sets_default
         )
+
+    @property
+    def _shares_state(self) -> bool:
+        """Whether a step depends on state of the process that the main thread changes between steps.
+
+        Generators that it draws from or puts back, and torch's default dtype. The main thread then holds the baton
+        between steps. With several machines it might wait there for another machine, which waits for microbatches here,
+        so these steps do not overlap.
+        """
+        return bool(self.context.randomness.draws) or any_changes() or self.model.formats.sets_default
 
     @contextlib.contextmanager
     def _failing(self, step: Step) -> Iterator[None]:
@@ -380,7 +395,8 @@ class Engine:
         step = self._step_in_flight
         try:
             if step is not None:
-                with self._failing(step):
+                main = self.context.main
+                with main.away() if main.holds else contextlib.nullcontext(), self._failing(step):
                     if step.spec.overlaps:
                         step.drain()
                     self._step_in_flight = None

@@ -389,8 +389,8 @@ class Flight:
     def _layout(self, trace: Trace | None = None) -> StepSlots:
         context = self.context
         spec = StepSpec(
-            seed=(), first=0, version=self._version, several=True, overlaps=False, undisturbed=True, updates=None,
-            loss_weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry=frozenset(),
+            seed=(), first=0, version=self._version, several=True, overlaps=False, shares_state=False, undisturbed=True,
+            updates=None, loss_weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry=frozenset(),
             thread_state=context.thread_state(), recorder=Recorder(), scope=self.scope,
         )  # fmt: skip
         return StepSlots(context, spec, trace)

@@ -33,7 +33,7 @@ from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner
+from lightning_roundpipe.engine.sync import Baton, Computing, Runner
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.notes import FaultPlace, noted
@@ -442,7 +442,7 @@ class Executor:
         alone = alone or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
         gives_up = not alone and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
         name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or _NOTHING
-        with GivenUp(self._baton, runner) if gives_up else _NOTHING, device.acquire_core():
+        with Computing(self._baton, runner) if gives_up else _NOTHING, device.acquire_core():
             start = compute.record(timed=True)
             with name, working(inside), compute.running():
                 yield

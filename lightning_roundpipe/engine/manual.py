@@ -95,7 +95,9 @@ class ManualStep(Step):
     """
 
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
-        super().__init__(context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, plan=None)
+        super().__init__(
+            context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, shares_state=False, plan=None
+        )
 
     def _make_slots(self) -> ManualSlots:
         return ManualSlots(self.context, self.spec, self.readiness)

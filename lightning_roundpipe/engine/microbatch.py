@@ -170,7 +170,7 @@ class Microbatch(CallingThread):
         with working(self):
             self.tape.walk()
         self.weights.mode.proxies.end()
-        if not self.spec.overlaps:  # else the main thread has its generators back
+        if self.spec.shares_state or not self.spec.overlaps:  # else the main thread has its generators back
             self.context.randomness.check()
 
     def _fail(self, error: BaseException, predecessors: Sequence[Microbatch]) -> None:

@@ -44,6 +44,7 @@ class Step:
         updates: the optimizer's thread; None if gradients go to ``.grad``.
         before: the step before, if it is still in flight.
         overlaps: whether the backward may go on when the losses are returned.
+        shares_state: whether its microbatches depend on state of the process that the main thread changes.
         plan: the plan that it runs under; None if each call has a slot of its own.
 
     Attributes:
@@ -54,7 +55,7 @@ class Step:
 
     def __init__(
         self, context: Context, seed: tuple[int, ...], weights: LossWeights, updates: AsyncOptimizer | None,
-        before: Step | None, *, overlaps: bool, plan: Plan | None,
+        before: Step | None, *, overlaps: bool, shares_state: bool, plan: Plan | None,
     ) -> None:  # fmt: skip
         self.context, self.before, self.plan = context, before, plan
         self.readiness = GradReadiness(context.model.buckets, reports_uploads=bool(context.options.staleness))
@@ -65,6 +66,7 @@ class Step:
             version=updates.wanted if updates is not None else 0,
             several=count > 1,
             overlaps=overlaps,
+            shares_state=shares_state,
             undisturbed=context.model.undisturbed,
             updates=updates,
             loss_weights=weights,
@@ -110,6 +112,8 @@ class Step:
             self._begin(functions, contexts, in_order=in_order)
             if self.spec.overlaps:
                 self._wait_for_outputs()
+                if self.spec.shares_state:
+                    self.context.main.take(self.spec.scope)
             else:
                 self._wait_for_end()
         except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
@@ -228,6 +232,7 @@ class Step:
     def _rest(self, *, given_up: bool) -> None:
         """Wait for all threads to return. After a failure, let the step before finish first, with its gradients."""
         pool, tasks = self.context.pool, self._tasks
+        self.context.main.hand_on()
         if self.spec.scope.failed:
             if self.before is not None:
                 self.before._end_whole()

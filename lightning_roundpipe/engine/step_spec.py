@@ -22,6 +22,7 @@ class StepSpec:
         version: version of the weights that it computes with.
         several: whether it has several microbatches.
         overlaps: whether its backward may go on beside the next step.
+        shares_state: whether its microbatches depend on state of the process that the main thread changes.
         undisturbed: whether no update was writing to masters when it began.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
         loss_weights: how much the microbatches count; also says how many there are.
@@ -39,6 +40,7 @@ class StepSpec:
     version: int
     several: bool
     overlaps: bool
+    shares_state: bool
     undisturbed: bool
     updates: AsyncOptimizer | None
     loss_weights: LossWeights

@@ -2,7 +2,7 @@
 
 The baton guards everything that microbatches share: turns, arenas' order, attributes of modules, random generators. So
 there is one way to wait, `Baton.wait`, and no other lock among them. Streams and the optimizer's thread meet them
-through a `Signal`. A layer that computes for long gives the baton up meanwhile (`GivenUp`).
+through a `Signal`. A layer that computes for long gives the baton up meanwhile (`Computing`).
 
     wait ── give the baton up ── the lowest-ranked thread that can go on gets it ── the signal is set ── ready ── [1]
     a step fails ── all its threads that wait are made ready, and raise `Cancelled` ── [2]
@@ -98,6 +98,10 @@ class Baton:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._held = False
+        self._away = 0
+        """The number of threads that compute without it."""
+        self._alone: Runner | None = None
+        """The thread that holds it, and waits until they have computed."""
         self._ready: list[tuple[int, int, Runner]] = []
         self._count = itertools.count()
         self._parked: set[Runner] = set()
@@ -120,6 +124,37 @@ class Baton:
         except BaseException:
             self._withdraw(runner)
             raise
+
+    def acquire_alone(self, runner: Runner, sleep: Callable[[], object]) -> None:
+        """As `acquire`; then also wait until no thread computes without it."""
+        self.acquire(runner, sleep)
+        with self._mutex:
+            self._alone = runner if self._away else None
+            waits = bool(self._away)
+        try:
+            if waits:
+                sleep()
+        except BaseException:
+            with self._mutex:
+                self._alone = None
+            self.release()
+            raise
+
+    def leave(self) -> None:
+        """Hand the baton on, to compute without it."""
+        with self._mutex:
+            self._away += 1
+        self.release()
+
+    def come_back(self, runner: Runner) -> None:
+        """Wait for the baton after `leave`."""
+        with self._mutex:
+            self._away -= 1
+            alone = None if self._away else self._alone
+            self._alone = self._alone if self._away else None
+        if alone is not None:
+            alone.wake()
+        self.acquire(runner)
 
     def release(self) -> None:
         """Hand the baton on."""
@@ -200,7 +235,7 @@ class Baton:
 
 
 class GivenUp:
-    """A context in which the calling thread has given the baton up, while it computes or waits for a device."""
+    """A context in which the calling thread has given the baton up, while it waits for a device."""
 
     __slots__ = ("_baton", "_runner")
 
@@ -214,4 +249,16 @@ class GivenUp:
         self._baton.acquire(self._runner)
 
 
-__all__ = ["Baton", "CancelScope", "Cancelled", "GivenUp", "Runner", "Signal", "Subscribe"]
+class Computing(GivenUp):
+    """The same while the thread computes."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._baton.leave()
+
+    def __exit__(self, *error: object) -> None:
+        self._baton.come_back(self._runner)
+
+
+__all__ = ["Baton", "CancelScope", "Cancelled", "Computing", "GivenUp", "Runner", "Signal", "Subscribe"]

@@ -1,0 +1,68 @@
+"""The main thread beside a step in flight.
+
+Generators and torch's default dtype are the whole process's. A step whose microbatches depend on them shares them:
+
+    the outputs are there ── the main thread takes the baton, with its own state ── Lightning's loop, hooks, data ── [1]
+    it comes back to the engine ── its state is put away, and the baton handed on ── microbatches go on ── [2]
+
+Other steps go on while Lightning's loop runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from lightning_roundpipe.engine.pool import Pool
+from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
+from lightning_roundpipe.engine.sync import CancelScope, Runner
+
+
+class MainThread:
+    """See above.
+
+    Args:
+        pool: has the baton.
+        randomness: seeds what draws.
+
+    Attributes:
+        holds: whether it holds the baton.
+    """
+
+    def __init__(self, pool: Pool, randomness: Randomness) -> None:
+        self._pool, self._randomness = pool, randomness
+        self.holds = False
+        self._dtype = torch.get_default_dtype()
+        """That of the step in flight."""
+
+    def take(self, scope: CancelScope) -> None:
+        """Take the baton, with the step's state, which the caller replaces [1].
+
+        Raises:
+            BaseException: an interrupt, or the watchdog's error. The baton is not held.
+        """
+        runner = Runner(scope, -1)
+        self._pool.baton.acquire_alone(runner, lambda: self._pool.wait(runner, scope))
+        self.holds, self._dtype = True, torch.get_default_dtype()
+
+    def hand_on(self) -> None:
+        """Hand the baton on, if it is held. The step has failed, or its state is in place."""
+        held, self.holds = self.holds, False
+        if held:
+            self._pool.baton.release()
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Let microbatches run in a block, behind which the baton is held again, or none of them needs it [2]."""
+        caller, dtype = CallerRandomState(self._pool.devices), torch.get_default_dtype()
+        self._randomness.park()
+        if self.holds:
+            torch.set_default_dtype(self._dtype)
+        self.hand_on()
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            caller.restore()
