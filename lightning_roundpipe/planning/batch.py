@@ -39,7 +39,6 @@ class Pace:
 
     Attributes:
         forward, fused, recompute, backward: sums over the calls before each call and over all calls, (calls + 1,).
-        turn_s: seconds of the engine for a turn.
         hop_s: seconds from one worker to another.
         ahead: whether recomputation may run before the gradient is there.
         of_workers: the pace of each worker if workers are unequal, else empty.
@@ -49,7 +48,6 @@ class Pace:
     fused: Floats
     recompute: Floats
     backward: Floats
-    turn_s: float
     hop_s: float
     ahead: bool
     of_workers: tuple[Pace, ...] = ()
@@ -67,14 +65,12 @@ class Pace:
 
     @classmethod
     def _of_one(cls, costs: Costs, host: HostTime, ahead: bool, carried: bool) -> Pace:
-        calls, call_s, turn_s = costs.calls, host.call_s, host.turn_s
-        if host.shared:  # the interpreter runs ahead of the workers; if it limits them, it limits all plans alike
-            call_s = turn_s = 0.0
+        calls = costs.calls  # the interpreter runs ahead of the workers; if it limits them, it limits all plans alike
         recompute = [c.recompute_s(carried=carried) if c.needs_backward else 0.0 for c in calls]
-        backward = [c.backward_s + call_s if c.needs_backward else 0.0 for c in calls]
-        forward = [c.forward_s + call_s for c in calls]
+        backward = [c.backward_s if c.needs_backward else 0.0 for c in calls]
+        forward = [c.forward_s for c in calls]
         fused = [f + b for f, b in zip(forward, backward, strict=True)]
-        return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), turn_s, host.hop_s, ahead)
+        return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), host.hop_s, ahead)
 
     def each(self, workers: int) -> tuple[Pace, ...]:
         """Return the pace of every worker."""
@@ -169,7 +165,6 @@ def _turns(pace: Pace, cuts: _Cuts, since: Floats | None) -> Turns:
     length[forward] = pace.fused[-1] - pace.fused[fused]
     recompute = recomputed[:-1] - recomputed[1:]
     np.add(recompute, backward[:-1] - backward[1:], out=length[forward + 1 :])
-    length += pace.turn_s
     lead = np.zeros_like(length)
     if since is not None:
         np.minimum(recompute, since.T, out=lead[forward + 1 :])

@@ -444,11 +444,7 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
     """Every stage of ``plan`` in the order in which they run."""
 
     def seconds(stage: Stage) -> float:
-        found = _on_its_workers(stage, plan, costs, workers)
-        if stage.unpacks_once:
-            found = found.unpacked_once(plan.round_microbatches)
-        if stage.phase == "backward":
-            found = found.carrying(plan.carry)
+        found = plan.costs_in(stage, _on_its_workers(stage, plan, costs, workers), plan.round_microbatches)
         return found.stage_time_s(stage.first, stage.last, stage.phase)
 
     parts = zip(plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers), strict=True)

@@ -44,7 +44,7 @@ class Timing:
         """Return a lower bound of the plans' seconds, (plans,): their work divided by the number of workers."""
         pace, first = self.pace, len(self.pace.fused) - 1 - sizes[:, shape.forward]
         calls = pace.forward[first] + pace.fused[-1] - pace.fused[first] + pace.recompute[first] + pace.backward[first]
-        return np.asarray((calls + pace.turn_s * sizes.shape[1]) * (self.microbatches / self.workers))
+        return np.asarray(calls * (self.microbatches / self.workers))
 
     def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
         """Return the seconds by which the search compares plans, (plans,); infinite when the work is used up."""
