@@ -39,17 +39,16 @@ from lightning_roundpipe.planning.memory import (
     BESIDE,
     Memory,
     Reserved,
-    TooSmall,
     ahead_within,
     boundary_bytes,
     carried_bytes,
     fits,
-    partition_within,
     reserved_within,
     size_text,
     unpacked_within,
 )
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
+from lightning_roundpipe.planning.partition import TooSmall, partition_within
 from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan

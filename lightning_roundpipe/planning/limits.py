@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes
-from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import Memory, fits, least
+from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes
+from lightning_roundpipe.planning.memory import Memory, arenas, fits, layer_arena, least, waiting, waiting_at
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
@@ -92,12 +90,8 @@ class MemoryTable:
     """
 
     def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False, most: bool = False) -> None:
-        self._workers, self._memory, self._most = workers, memory, most
-        self._layer = max(call.weight_bytes for call in costs)
-        self._layer += max((call.gradient_bytes for call in costs if call.needs_backward), default=0)
-        self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
-        self._backward_waiting = np.array([*accumulate(costs, _waiting_in_backward, initial=0)])
-        self._calls = len(costs)
+        self._workers, self._memory, self._most, self._layer = workers, memory, most, layer_arena(costs)
+        self._waiting = [np.array(sizes) for sizes in waiting_at(costs)]
         self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
 
     def fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
@@ -106,31 +100,22 @@ class MemoryTable:
         return np.concatenate([self._fits(shape, sizes[at : at + rows]) for at in range(0, len(sizes) or 1, rows)])
 
     def _fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
-        forward = shape.forward
+        forward, workers = shape.forward, self._workers
         starts, ends = _stage_ends(forward, sizes)
-        stages = starts * self._calls + ends - 1
         phases: Sequence[tuple[Phase, slice]] = (
             ("forward", slice(0, forward)),
             ("fused", slice(forward, forward + 1)),
             ("backward", slice(forward + 1, None)),
         )
-        needs = np.empty((3, *sizes.shape), dtype=np.int64)
-        for phase, part in phases:
-            for own, table in zip(needs, self._needs[phase], strict=True):
-                table.take(stages[:, part], out=own[:, part], mode="clip")  # "raise" would copy
-        weights, gradients, activations = needs
-        waits = np.empty(stages.shape, dtype=np.int64)
-        self._waiting.take(ends[:, :forward], out=waits[:, :forward], mode="clip")
-        self._backward_waiting.take(starts[:, forward:], out=waits[:, forward:], mode="clip")
-        activations += (shape.round_microbatches - 1) * np.maximum(waits, np.roll(waits, self._workers, axis=1))
-        arenas = weights + gradients  # see `memory.arena_bytes`
-        if self._most:
-            leaving = np.where(gradients > 0, arenas, 0)
-            after, before = np.roll(weights, -self._workers, axis=1), np.roll(leaving, self._workers, axis=1)
-            arenas = arenas + np.maximum(after, before)
+        needs = [self._needs[phase][:, starts[:, part], ends[:, part] - 1] for phase, part in phases]
+        weights, gradients, activations = np.concatenate(needs, axis=2)
+        before, behind = self._waiting
+        left = np.concatenate([before[ends[:, :forward]], behind[starts[:, forward:]]], axis=1)
+        activations += waiting(left, workers, shape.round_microbatches)
+        sizes_of_arenas = arenas(weights, gradients, workers)[self._most]
         fitting = np.ones(len(sizes), dtype=np.bool_)
         for part, memory in self._parts(sizes.shape[1]):
-            arena = np.maximum(arenas[:, part].max(axis=1), self._layer)
+            arena = np.maximum(sizes_of_arenas[:, part].max(axis=1), self._layer)
             fitting &= arena + activations[:, part].max(axis=1) <= memory
         return fitting
 
@@ -151,14 +136,8 @@ def _stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
     return starts, ends
 
 
-def _waiting_in_backward(before: int, call: CallCost) -> int:
-    """Return the bytes that wait for the nearest call before that needs a backward."""
-    return call.returning_bytes + call.backward_held_bytes if call.needs_backward else before
-
-
-@lru_cache(maxsize=8)  # a search asks for the same several times
 def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
-    """Return bytes of weights, gradients and activations, (3, first call * calls + last call)."""
+    """Return bytes of weights, gradients and activations, (3, first calls, last calls)."""
     calls = len(costs)
     table = np.zeros((3, calls, calls), dtype=np.int64)
     for first in range(calls):
@@ -166,4 +145,4 @@ def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
         for last in range(first, calls):
             need.add(costs.calls[last])
             table[:, first, last] = need.weights, need.gradients, need.activations
-    return table.reshape(3, calls * calls)
+    return table

@@ -32,8 +32,9 @@ from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
-from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, partition_within, unpacked_within
+from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, unpacked_within
 from lightning_roundpipe.planning.moves import Neighbours, kicked, recuts
+from lightning_roundpipe.planning.partition import partition_within
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, period_of_ends, step_ends
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
