@@ -210,7 +210,7 @@ class Planner:
         [seconds] = step_ends(plan, costs, workers, microbatches)
         limits = Limits.usual(costs, workers, microbatches, limit)
         if size is None and stage_s is None:
-            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits, ahead=True), key=step_s)
+            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits), key=step_s)
             if not plan.forward:
                 plan = min([plan, *partly_fused(costs, workers, microbatches, limits)], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:

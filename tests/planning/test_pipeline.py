@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import Costs, Plan, pipeline
+from lightning_roundpipe.planning.batch import PlanShape, plan_of
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import arena_bytes, device_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps
-from lightning_roundpipe.planning.shapes import PlanShape, plan_of
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 TWO = Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
