@@ -29,7 +29,7 @@ from lightning_roundpipe.planning.batch import PERIOD_STEPS, MemoryTable, PlanSh
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import BESIDE, ahead_within, least, unpacked_within
+from lightning_roundpipe.planning.memory import BESIDE, ahead_within, unpacked_within
 from lightning_roundpipe.planning.partition import partition_within
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, period_of_ends, step_ends
 from lightning_roundpipe.planning.schedule import Plan
@@ -98,11 +98,15 @@ def search_partition(
         return min(beside, key=judge)
     plans = [ahead_within(baseline, costs, workers, limits.memory), *beside]
     if search_seconds:
-        work, found = search_seconds * WORK_PER_SECOND, list[Plan]()
-        # Where each worker does its share in what all have, more memory for one of them is no better.
-        for memory in dict.fromkeys((limits.memory, least(limits.memory))):
-            timing = Timing(costs, workers, microbatches, staleness, host.hop_s, work)
-            found += PlanSearch(timing, costs, replace(limits, memory=memory)).run(baseline, judged)
+        ways, found = [(costs, limits)], list[Plan]()
+        if isinstance(limits.memory, tuple):  # where each worker does its share in what all have, more is no better
+            ways.append((costs, replace(limits, memory=min(limits.memory))))
+        if limits.memory is not None and any(call.unpacked_bytes for call in costs):
+            ways.append((costs.holding_copies(microbatches, 1), limits))
+        for known, within in ways:
+            work = search_seconds * WORK_PER_SECOND
+            timing = Timing(known, workers, microbatches, staleness, host.hop_s, work)
+            found += PlanSearch(timing, known, within).run(baseline, judged)
         if any(not plan.forward for plan in (*found[:1], baseline)):
             found += partly_fused(costs, workers, microbatches, limits)
         plans += found
