@@ -25,11 +25,11 @@ from paper_cases import Case
 from paper_schedules import run_case
 
 from lightning_roundpipe.planning import CallCost, Costs, greedy_partition
+from lightning_roundpipe.planning.batch import PERIOD_STEPS
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
-from lightning_roundpipe.planning.timing import PERIOD_STEPS
 
 SIZES = (32, 48, 64, 94, 128, 192)
 STEADY = 2

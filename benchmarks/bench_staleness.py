@@ -20,9 +20,9 @@ from dataclasses import replace
 from common import paper_cases, parser_of, show
 
 from lightning_roundpipe.planning import Costs
+from lightning_roundpipe.planning.batch import PERIOD_STEPS
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
 from lightning_roundpipe.planning.search import search_partition
-from lightning_roundpipe.planning.timing import PERIOD_STEPS
 from lightning_roundpipe.planning.updates import UpdateModel
 
 MODELS = ("qwen3-1.7b", "llama3.1-8b", "qwen3-32b")

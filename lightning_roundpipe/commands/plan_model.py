@@ -26,11 +26,11 @@ from lightning_roundpipe.planning.memory import (
     fits,
     host_items,
     least,
-    smallest_within,
     stage_rows,
 )
 from lightning_roundpipe.planning.network import Network, gradient_bytes
 from lightning_roundpipe.planning.nominal import EMULATED
+from lightning_roundpipe.planning.partition import smallest_within
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, period_of_ends, run_steps, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
@@ -210,7 +210,7 @@ class Trial:
             if seconds and wish.carry_products:
                 plan = carrying_within(
                     plan, costs, self.workers, self.microbatches, limits, self.judge, staleness=wish.staleness,
-                    host=self.rules.host, search_seconds=seconds, judged=judged,
+                    host=self.rules.host, search_seconds=seconds,
                 )  # fmt: skip
         return plan if self.has_room_for(plan) else None
 

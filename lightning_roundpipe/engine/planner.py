@@ -39,17 +39,16 @@ from lightning_roundpipe.planning.memory import (
     BESIDE,
     Memory,
     Reserved,
-    TooSmall,
     ahead_within,
     boundary_bytes,
     carried_bytes,
     fits,
-    partition_within,
     reserved_within,
     size_text,
     unpacked_within,
 )
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
+from lightning_roundpipe.planning.partition import TooSmall, partition_within
 from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
@@ -211,7 +210,7 @@ class Planner:
         [seconds] = step_ends(plan, costs, workers, microbatches)
         limits = Limits.usual(costs, workers, microbatches, limit)
         if size is None and stage_s is None:
-            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits, ahead=True), key=step_s)
+            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits), key=step_s)
             if not plan.forward:
                 plan = min([plan, *partly_fused(costs, workers, microbatches, limits)], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:

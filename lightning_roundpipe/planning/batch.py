@@ -1,8 +1,8 @@
-"""Vectorised simulation of many plans at once, for the search.
+"""Times and memory of many plans at once, for the search. All have one shape: the stages of each pass, and the round.
 
-The rules are those of `pipeline`, without copies and updates. A batch holds plans with equally many stages, and the
-simulation computes only the first and the last turn of each slot. With ``d`` a turn's length, ``left[m]`` when its
-microbatch left the stage before, and ``lead`` how much of the turn may come before that (the recomputation),
+The rules of time are those of `pipeline`, without copies and updates. The simulation computes only the first and the
+last turn of each slot. With ``d`` a turn's length, ``left[m]`` when its microbatch left the stage before, and ``lead``
+how much of the turn may come before that (the recomputation),
 
     end[m] = max(end[m - 1], left[m] - lead) + d    so, over all turns,
     end[m] = max(free + (m + 1) d, left[j] - lead + (m - j + 1) d for each j up to m)
@@ -13,221 +13,299 @@ for any number of microbatches. The first stage of a step follows the last stage
 
 Two simplifications can make a plan look slower, never faster. A recomputation begins only after all forward stages,
 which matters if a stage recomputes for longer than all stages before it compute. With unequal workers, these stages
-count as run by the fastest worker.
+count as run by the fastest worker. The interpreter is left out: if it limits steps, it limits those of all plans alike.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_roundpipe.planning.costs import Costs, for_each
-from lightning_roundpipe.planning.host_time import HostTime
+from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes, for_each
+from lightning_roundpipe.planning.memory import Memory, arenas, layer_arena, waiting, waiting_at
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.span import Span
 
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]
 """Plans of one shape, a row each: calls per forward stage, of the fused stage, per backward stage (deepest first)."""
 
+PERIOD_STEPS = 16
+"""Number of steps whose mean is the period, after as many that fill the pipeline."""
 
-@dataclass(frozen=True)
-class Pace:
-    """Cumulative seconds of the calls of a microbatch, and the overhead of a turn.
+_BATCH = 1024
+"""Most plans timed together, which is many for numpy's overhead."""
+_CALL_S, _SLOT_S, _PLAN_S = 400e-6, 8e-6, 50e-9
+"""Estimated seconds of a batch, of each of its slots, and of each slot of each plan."""
+_CHECK_S, _CHECKED_S = 100e-6, 30e-9
+"""Estimated seconds of a check of plans' memory, and of each stage in it."""
+_SEARCH_SLOTS = 160
+"""Slots to simulate for a period while searching: the fewer slots a step has, the more steps it takes to settle."""
+_DRAIN = 1e-3
+"""Of two plans with nearly the same period, the one with the shorter step is better: as if every 1000 steps drained."""
+_AT_ONCE = 6144
+"""Stages whose memory is looked up at once. Larger arrays come from the system each time, which takes three times as
+long."""
 
-    Attributes:
-        forward, fused, recompute, backward: sums over the calls before each call and over all calls, (calls + 1,).
-        turn_s: seconds of the engine for a turn.
-        hop_s: seconds from one worker to another.
-        ahead: whether recomputation may run before the gradient is there.
-        of_workers: the pace of each worker if workers are unequal, else empty.
-    """
+
+@dataclass(frozen=True, order=True)
+class PlanShape:
+    """Numbers of forward stages, backward stages, and microbatches of a round."""
+
+    forward: int
+    backward: int
+    round_microbatches: int
+
+
+def plan_of(shape: PlanShape, sizes: Sequence[int]) -> Plan:
+    """Return the plan of a row of `Sizes`."""
+    starts, ends = _stage_ends(shape.forward, np.array([sizes]))
+    spans = [Span(int(start), int(end) - 1) for start, end in zip(starts[0], ends[0], strict=True)]
+    forward = shape.forward
+    return Plan(tuple(spans[:forward]), spans[forward], tuple(spans[forward + 1 :]), shape.round_microbatches)
+
+
+def sizes_of(plan: Plan) -> tuple[PlanShape, Sizes]:
+    """Return shape and sizes of a plan: the inverse of `plan_of`."""
+    shape = PlanShape(len(plan.forward), len(plan.backward), plan.round_microbatches)
+    return shape, np.array([len(span) for span in (*plan.forward, plan.fused, *plan.backward)])
+
+
+def _stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
+    """Return the first call of every stage, and the call after its last, (plans, stages) each."""
+    upwards = np.cumsum(sizes[:, : forward + 1], axis=1)
+    downwards = upwards[:, forward : forward + 1] - np.cumsum(sizes[:, forward:], axis=1)
+    starts = np.concatenate([upwards - sizes[:, : forward + 1], downwards[:, 1:]], axis=1)
+    ends = np.concatenate([upwards, downwards[:, :-1]], axis=1)
+    return starts, ends
+
+
+class Pace(NamedTuple):
+    """Seconds on a worker: sums over the calls of a microbatch before each call and over all calls, (calls + 1,)."""
 
     forward: Floats
     fused: Floats
     recompute: Floats
     backward: Floats
-    turn_s: float
-    hop_s: float
-    ahead: bool
-    of_workers: tuple[Pace, ...] = ()
 
     @classmethod
-    def of(cls, costs: Costs, host: HostTime, ahead: bool = True, *, carried: bool = False) -> Pace:
-        """Return the pace of calls that take ``costs``, and of each worker if workers are unequal.
-
-        ``carried``: whether all calls' products are carried, and not computed again.
-        """
-        if not costs.unequal:
-            return cls._of_one(costs, host, ahead, carried)
-        mean, each = cls._of_one(Costs(costs.calls), host, ahead, carried), map(costs.on, range(len(costs.times)))
-        return replace(mean, of_workers=tuple(for_each(list(each), lambda one: cls._of_one(one, host, ahead, carried))))
-
-    @classmethod
-    def _of_one(cls, costs: Costs, host: HostTime, ahead: bool, carried: bool) -> Pace:
-        calls, call_s, turn_s = costs.calls, host.call_s, host.turn_s
-        if host.shared:  # the interpreter runs ahead of the workers; if it limits them, it limits all plans alike
-            call_s = turn_s = 0.0
-        recompute = [c.recompute_s(carried=carried) if c.needs_backward else 0.0 for c in calls]
-        backward = [c.backward_s + call_s if c.needs_backward else 0.0 for c in calls]
-        forward = [c.forward_s + call_s for c in calls]
+    def of(cls, costs: Costs, *, carried: bool = False) -> Pace:
+        """Return the pace of calls that take ``costs``. ``carried``: whether all products are carried."""
+        forward = [call.forward_s for call in costs]
+        recompute = [call.recompute_s(carried=carried) if call.needs_backward else 0.0 for call in costs]
+        backward = [call.backward_s if call.needs_backward else 0.0 for call in costs]
         fused = [f + b for f, b in zip(forward, backward, strict=True)]
-        return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), turn_s, host.hop_s, ahead)
-
-    def each(self, workers: int) -> tuple[Pace, ...]:
-        """Return the pace of every worker."""
-        return self.of_workers or (self,) * workers
-
-    def speeds(self) -> list[float]:
-        """Return the speed of each worker relative to the mean; empty if workers are equal."""
-        return [self.fused[-1] / one.fused[-1] if one.fused[-1] else 1.0 for one in self.of_workers]
+        return cls(*(np.concatenate([[0.0], np.cumsum(times)]) for times in (forward, fused, recompute, backward)))
 
 
-def _sums(times: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(times)])
-
-
-class Turns(NamedTuple):
-    """What turns take under plans of one shape, in seconds.
+class _Turns(NamedTuple):
+    """What turns take on a worker, in seconds.
 
     Attributes:
-        forward: number of forward stages, which is also the fused stage's position.
         length: length of a turn, (stages, plans).
         lead: the part of a turn that may run before the microbatch arrives, (stages, plans).
         behind_loss: the part of a fused turn after its loss is known, (plans,).
     """
 
-    forward: int
     length: Floats
     lead: Floats
     behind_loss: Floats
 
 
-def period_of(workers: Sequence[object]) -> int:
-    """Return the period of a sequence of workers: 2 for fast, slow, fast, slow."""
-    whole = len(workers)
-    repeats = (n for n in range(1, whole) if whole % n == 0 and list(workers) == list(workers[:n]) * (whole // n))
-    return next(repeats, max(1, whole))
-
-
-def worker_times(pace: Pace, workers: int, forward: int, sizes: Sizes) -> list[Turns]:
-    """Return the turns of plans on each worker.
+class Timing:
+    """Times plans within a budget of work, which is counted and not measured.
 
     Args:
-        pace: seconds of calls and turns.
-        workers: number of workers.
-        forward: number of forward stages.
-        sizes: the plans, (plans, stages).
-    """
-    cuts = _Cuts.of(forward, sizes)
-    each = pace.each(workers)
-    since = None
-    if pace.ahead:
-        since = np.minimum.reduce([_since(one, cuts) for one in {id(one): one for one in each}.values()])
-    return for_each(each, lambda one: _turns(one, cuts, since))
-
-
-class _Cuts(NamedTuple):
-    """The calls between which the stages of plans are cut, (plans, edges) each. NumPy sums fastest along rows.
+        costs: costs of the calls.
+        workers: number of workers (N).
+        microbatches: microbatches of a step (M).
+        staleness: 0: the time of a plan is that of one step; 1: the mean of many steps.
+        hop_s: seconds from one worker to another.
+        work: limit of the search in estimated seconds.
+        ahead: whether recomputation may run before the gradient is there.
+        carried: whether all products are carried.
 
     Attributes:
-        ahead: cuts of the forward stages, ascending. The last is the first call of the fused stage.
-        behind: cuts of the backward stages, descending from there.
+        pace: of the mean worker.
+        each: of every worker. Equal workers share one object.
     """
 
-    ahead: Sizes
-    behind: Sizes
+    def __init__(
+        self, costs: Costs, workers: int, microbatches: int, staleness: int, hop_s: float, work: float, *,
+        ahead: bool = True, carried: bool = False,
+    ) -> None:  # fmt: skip
+        self.pace = Pace.of(costs, carried=carried)
+        self.each = for_each([costs.on(worker) for worker in range(workers)], lambda one: Pace.of(one, carried=carried))
+        self.workers, self.microbatches, self.staleness, self.ahead = workers, microbatches, staleness, ahead
+        self._hop_s = hop_s if workers > 1 else 0.0
+        self.work_left = work
 
-    @classmethod
-    def of(cls, forward: int, sizes: Sizes) -> _Cuts:
-        ahead = np.zeros((len(sizes), forward + 1), dtype=np.int64)
-        np.cumsum(sizes[:, :forward], axis=1, out=ahead[:, 1:])
-        behind = np.zeros((len(sizes), sizes.shape[1] - forward), dtype=np.int64)
-        np.cumsum(sizes[:, forward + 1 :], axis=1, out=behind[:, 1:])
-        np.subtract(ahead[:, -1:], behind, out=behind)
-        return cls(ahead, behind)
+    def is_over(self) -> bool:
+        """Return whether the work is used up."""
+        return self.work_left <= 0
+
+    def take_check(self, sizes: Sizes) -> None:
+        """Count the work of a check of plans' memory."""
+        self.work_left -= _CHECK_S + _CHECKED_S * sizes.size
+
+    def least_s(self, shape: PlanShape, sizes: Sizes) -> Floats:
+        """Return a lower bound of the plans' seconds, (plans,): their work divided by the number of workers."""
+        pace, first = self.pace, len(self.pace.fused) - 1 - sizes[:, shape.forward]
+        calls = pace.forward[first] + pace.fused[-1] - pace.fused[first] + pace.recompute[first] + pace.backward[first]
+        return np.asarray(calls * (self.microbatches / self.workers))
+
+    def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
+        """Return the seconds by which the search compares plans, (plans,); infinite when the work is used up."""
+        size = shape.round_microbatches
+        rounds = [min(size, self.microbatches - begin) for begin in range(0, self.microbatches, size)]
+        slots, steps = sizes.shape[1] * len(rounds), 1
+        if self.staleness:
+            steps = max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
+        times = []
+        for begin in range(0, len(sizes), _BATCH):
+            part = sizes[begin : begin + _BATCH]
+            if self.is_over():
+                times.append(np.full(len(part), np.inf))
+                continue
+            ends = self._step_ends(shape.forward, part, rounds, steps)
+            self.work_left -= _CALL_S + steps * slots * (_SLOT_S + _PLAN_S * len(part))
+            half = steps // 2
+            times.append((ends[-1] - ends[-1 - half]) / half + _DRAIN * ends[0] if half else ends[0])
+        return np.concatenate(times)
+
+    def _step_ends(self, forward: int, sizes: Sizes, rounds: Sequence[int], steps: int) -> Floats:
+        """Return the end of each step, (steps, plans). ``rounds``: numbers of microbatches."""
+        starts, ends = _stage_ends(forward, sizes)
+        firsts = starts[:, forward:]  # of the fused stage and the backward stages
+        since = None
+        if self.ahead:
+            since = np.minimum.reduce(for_each(self.each, lambda one: self._since(one, firsts)))
+        each = for_each(self.each, lambda one: _turns(one, forward, starts, ends, since))
+        hop, stages, plans = self._hop_s, sizes.shape[1], len(sizes)
+
+        def times(turns: _Turns) -> tuple[Floats, Floats, dict[int, Floats]]:
+            length = turns.length
+            comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, without waiting
+            return length, comes, {members: length * (members - 1) for members in set(rounds)}  # to the last turn's end
+
+        of_workers = for_each(each, times)
+        unequal = any(turns is not each[0] for turns in each)
+        free = [np.zeros(plans) for _ in range(self.workers)]
+        found = np.empty((steps, plans))
+        begin = np.zeros(plans)
+        through = [(begin, begin)] * len(rounds)  # ends of each round's first and last microbatch in the step before
+        slot = 0
+        for step in range(steps):
+            if unequal:  # as in `pipeline`
+                slot += -slot % self.workers
+            closed: list[Floats] = []
+            for round_, members in enumerate(rounds):
+                before, closed = closed, []
+                first = last = begin
+                for s in range(stages):
+                    worker = slot % self.workers
+                    length, comes, behind = of_workers[worker]
+                    ready = free[worker]
+                    if before:
+                        ready = np.maximum(ready, before[s])
+                    if s:
+                        first = np.maximum(ready + length[s], first + comes[s])
+                        last = np.maximum(first + behind[members][s], last + comes[s])
+                    else:
+                        first = np.maximum(np.maximum(ready, begin), through[round_][0]) + length[0]
+                        last = np.maximum(first + behind[members][0], through[round_][1] + length[0])
+                    if s == forward:
+                        behind_loss = each[worker].behind_loss
+                    free[worker] = last
+                    closed.append(last)
+                    slot += 1
+                through[round_] = first, last
+            found[step] = np.maximum.reduce(closed)
+            begin = closed[forward] - behind_loss
+        return found
+
+    def _since(self, pace: Pace, firsts: Sizes) -> Floats:
+        """Return the time since a microbatch left the forward stages, (plans, backward stages)."""
+        backward = pace.backward[firsts]
+        elapsed = np.empty(backward.shape)
+        elapsed[:, 0] = pace.fused[-1] - pace.fused[firsts[:, 0]]
+        np.subtract(backward[:, :-1], backward[:, 1:], out=elapsed[:, 1:])
+        elapsed += self._hop_s
+        return np.cumsum(elapsed[:, :-1], axis=1)
 
 
-def _since(pace: Pace, cuts: _Cuts) -> Floats:
-    """Return the time since a microbatch left the forward stages, (plans, backward stages)."""
-    backward = pace.backward.take(cuts.behind)
-    elapsed = np.empty(backward.shape)
-    elapsed[:, 0] = pace.fused[-1] - pace.fused[cuts.behind[:, 0]]
-    np.subtract(backward[:, :-1], backward[:, 1:], out=elapsed[:, 1:])
-    elapsed += pace.hop_s
-    return np.cumsum(elapsed[:, :-1], axis=1)
-
-
-def _turns(pace: Pace, cuts: _Cuts, since: Floats | None) -> Turns:
-    ahead, behind, fused = cuts.ahead.T, cuts.behind.T, cuts.behind[:, 0]
-    forward = len(ahead) - 1
-    elapsed, recomputed, backward = pace.forward.take(ahead), pace.recompute.take(behind), pace.backward.take(behind)
-    length = np.empty((forward + len(behind), len(fused)))
-    np.subtract(elapsed[1:], elapsed[:-1], out=length[:forward])
-    length[forward] = pace.fused[-1] - pace.fused[fused]
-    recompute = recomputed[:-1] - recomputed[1:]
-    np.add(recompute, backward[:-1] - backward[1:], out=length[forward + 1 :])
-    length += pace.turn_s
-    lead = np.zeros_like(length)
+def _turns(pace: Pace, forward: int, starts: Sizes, ends: Sizes, since: Floats | None) -> _Turns:
+    firsts, behind = starts.T, ends.T
+    length, lead = np.empty(firsts.shape), np.zeros(firsts.shape)
+    length[:forward] = pace.forward[behind[:forward]] - pace.forward[firsts[:forward]]
+    length[forward] = pace.fused[-1] - pace.fused[firsts[forward]]
+    recompute = pace.recompute[behind[forward + 1 :]] - pace.recompute[firsts[forward + 1 :]]
+    length[forward + 1 :] = recompute + pace.backward[behind[forward + 1 :]] - pace.backward[firsts[forward + 1 :]]
     if since is not None:
         np.minimum(recompute, since.T, out=lead[forward + 1 :])
-    return Turns(forward, length, lead, pace.backward[-1] - backward[0])
+    return _Turns(length, lead, pace.backward[-1] - pace.backward[firsts[forward]])
 
 
-def step_ends(each: Sequence[Turns], hop_s: float, rounds: Sequence[int], steps: int) -> Floats:
-    """Return the end of each step in seconds, (steps, plans).
-
-    Several steps run under staleness 1: a step starts when all losses of the one before are known.
+class MemoryTable:
+    """Bytes of every possible stage, to check the memory of a batch of plans at once.
 
     Args:
-        each: turns on each worker, as `worker_times` returns them.
-        hop_s: seconds from one worker to another.
-        rounds: number of microbatches of each round of a step.
-        steps: number of steps.
+        costs: costs of the calls.
+        workers: number of workers.
+        memory: bytes of the workers.
+        ahead: whether backward stages recompute ahead.
     """
-    workers, position = len(each), each[0].forward
-    stages, plans = each[0].length.shape
-    hop = hop_s if workers > 1 else 0.0
 
-    def times(turns: Turns) -> tuple[Floats, Floats, dict[int, Floats]]:
-        length = turns.length
-        comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, without waiting
-        return length, comes, {members: length * (members - 1) for members in set(rounds)}  # to the last turn's end
+    def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False) -> None:
+        self._workers, self._memory, self._layer = workers, memory, layer_arena(costs)
+        self._waiting = [np.array(sizes) for sizes in waiting_at(costs)]
+        self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
 
-    of_workers = for_each(each, times)
-    free = [np.zeros(plans) for _ in range(workers)]
-    ends = np.empty((steps, plans))
-    begin = np.zeros(plans)
-    through = [(begin, begin)] * len(rounds)  # ends of each round's first and last microbatch in the step before
-    slot = 0
-    for step in range(steps):
-        if any(turns is not each[0] for turns in each):  # as in `pipeline`
-            slot += -slot % workers
-        closed: list[Floats] = []
-        fused = 0
-        for round_, members in enumerate(rounds):
-            before, closed = closed, []
-            first = last = free[slot % workers]
-            for s in range(stages):
-                worker = slot % workers
-                length, comes, behind = of_workers[worker]
-                ready = free[worker]
-                if before:
-                    ready = np.maximum(ready, before[s])
-                if s:
-                    first = np.maximum(ready + length[s], first + comes[s])
-                    last = np.maximum(first + behind[members][s], last + comes[s])
-                else:
-                    first = np.maximum(np.maximum(ready, begin), through[round_][0]) + length[0]
-                    last = np.maximum(first + behind[members][0], through[round_][1] + length[0])
-                if s == position:
-                    fused = worker
-                free[worker] = last
-                closed.append(last)
-                slot += 1
-            through[round_] = first, last
-        ends[step] = np.maximum.reduce(closed)
-        begin = closed[position] - each[fused].behind_loss
-    return ends
+    def fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
+        """Return which of the plans fit, (plans,), by the sum of `memory.device_bytes`. Rows of ``sizes`` are plans."""
+        rows = max(1, _AT_ONCE // sizes.shape[1])
+        return np.concatenate([self._fits(shape, sizes[at : at + rows]) for at in range(0, len(sizes) or 1, rows)])
+
+    def _fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
+        forward, workers = shape.forward, self._workers
+        starts, ends = _stage_ends(forward, sizes)
+        phases: Sequence[tuple[Phase, slice]] = (
+            ("forward", slice(0, forward)),
+            ("fused", slice(forward, forward + 1)),
+            ("backward", slice(forward + 1, None)),
+        )
+        needs = [self._needs[phase][:, starts[:, part], ends[:, part] - 1] for phase, part in phases]
+        weights, gradients, activations = np.concatenate(needs, axis=2)
+        before, behind = self._waiting
+        left = np.concatenate([before[ends[:, :forward]], behind[starts[:, forward:]]], axis=1)
+        activations += waiting(left, workers, shape.round_microbatches)
+        smallest, _ = arenas(weights, gradients, workers)
+        fitting = np.ones(len(sizes), dtype=np.bool_)
+        for part, memory in self._parts(sizes.shape[1]):
+            arena = np.maximum(smallest[:, part].max(axis=1), self._layer)
+            fitting &= arena + activations[:, part].max(axis=1) <= memory
+        return fitting
+
+    def _parts(self, stages: int) -> list[tuple[slice, int]]:
+        """Return the stages that run on the same workers, with the least memory of these. See `memory.of_worker`."""
+        if isinstance(self._memory, int):
+            return [(slice(None), self._memory)]
+        every = math.gcd(stages, self._workers)
+        return [(slice(first, None, every), min(self._memory[first::every])) for first in range(every)]
+
+
+def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
+    """Return bytes of weights, gradients and activations, (3, first calls, last calls)."""
+    calls = len(costs)
+    table = np.zeros((3, calls, calls), dtype=np.int64)
+    for first in range(calls):
+        need = StageBytes(phase, ahead)
+        for last in range(first, calls):
+            need.add(costs.calls[last])
+            table[:, first, last] = need.weights, need.gradients, need.activations
+    return table

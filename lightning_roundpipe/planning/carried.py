@@ -13,15 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
-from lightning_roundpipe.planning.batch import Pace
+from lightning_roundpipe.planning.batch import Timing
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import PRODUCTS, Memory, fits, unpacked_within
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.search import WORK_PER_SECOND, PlanSearch, baseline_within, descent
-from lightning_roundpipe.planning.timing import Timing
+from lightning_roundpipe.planning.search import WORK_PER_SECOND, PlanSearch, baseline_within
 
 _SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 """Shares of the calls to carry, tried until fewer are slower."""
@@ -55,7 +54,6 @@ def carrying_within(
     staleness: Staleness = 0,
     host: HostTime | None = None,
     search_seconds: float = 0.0,
-    judged: int = 16,
     cuts: bool = True,
 ) -> Plan:
     """Return the best plan by ``judge`` that carries products, or ``plan`` if none is faster by `_WORTH`.
@@ -70,16 +68,12 @@ def carrying_within(
         staleness: 0 or 1.
         host: what the engine itself takes; by default nothing.
         search_seconds: as of `search_partition`; 0: stages are cut by the paper's algorithm.
-        judged: how many plans near the best one ``judge`` is asked about.
         cuts: whether stages may be cut otherwise than in ``plan``.
     """
     if not any(call.product_bytes for call in costs.calls[:-1]):
         return plan
-    judge, best = cache(judge), plan
-    room = max(call.product_bytes for call in costs.calls[:-1])
-    memory = _less(limits.memory, (PRODUCTS + 1) * room)
-    work = _WORK * search_seconds * WORK_PER_SECOND
-    pace = Pace.of(costs, host or HostTime(), ahead=False, carried=True)
+    judge, best, hop_s = cache(judge), plan, host.hop_s if host else 0.0
+    memory = _less(limits.memory, (PRODUCTS + 1) * max(call.product_bytes for call in costs.calls[:-1]))
 
     def finished(cut: Plan, share: float) -> Plan:
         """Return the plan that carries, or the one that carries nothing if products do not fit ahead of their turns."""
@@ -92,20 +86,13 @@ def carrying_within(
         inner = replace(limits, min_round=size, max_round=size, memory=memory)
         with suppress(ValueError):  # a layer does not fit beside its products
             found = [baseline_within(costs, workers, microbatches, inner)]
-            if work:
-                timing = Timing(pace, workers, microbatches, staleness, work)
-                found = PlanSearch(timing, costs, inner, work, most=False).run(found[0])[:_CUTS]
+            if work := _WORK * search_seconds * WORK_PER_SECOND:
+                timing = Timing(costs, workers, microbatches, staleness, hop_s, work, ahead=False, carried=True)
+                found = PlanSearch(timing, costs, inner).run(found[0], _CUTS)
             best = min(
                 [best, *(_better(best, (finished(cut, share) for share in _SHARES), judge) for cut in found)], key=judge
             )
-    best = _better(best, (finished(plan, share) for share in _SHARES), judge)
-    if not (best.carry and work):
-        return best
-    share = len(best.carry) / sum(bool(call.product_bytes) for call in costs.calls[: best.fused.first])
-    size = best.round_microbatches
-    inner = replace(limits, min_round=size, max_round=size, memory=memory)
-    search = PlanSearch(Timing(pace, workers, microbatches, staleness, work), costs, inner, 0.0, most=False)
-    return descent(best, judge, lambda found: (finished(near, share) for near in search.near(found)), judged)
+    return _better(best, (finished(plan, share) for share in _SHARES), judge)
 
 
 def _better(best: Plan, others: Iterator[Plan], judge: Callable[[Plan], float]) -> Plan:

@@ -404,10 +404,15 @@ class Costs:
 
         ``ahead``: whether a backward stage recomputes all its calls before its gradient is there.
         """
-        need = StageBytes(phase, ahead)
-        for call in self.calls[first : last + 1]:
-            need.add(call)
+        if (need := self._stages.get((first, last, phase, ahead))) is None:
+            need = self._stages[first, last, phase, ahead] = StageBytes(phase, ahead)
+            for call in self.calls[first : last + 1]:
+                need.add(call)
         return need
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int, Phase, bool], StageBytes]:
+        return {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers and text that JSON can hold. ``Costs.from_dict`` is the inverse."""

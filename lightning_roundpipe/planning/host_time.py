@@ -1,7 +1,12 @@
-"""The time that the engine itself takes, beside that of the layers."""
+"""The time of the host's interpreter, of which the engine itself takes some, beside the layers.
+
+All workers share its seconds: it issues for one worker at a time. A turn takes its seconds from the gaps that other
+turns leave.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 
@@ -10,11 +15,10 @@ class HostTime:
     """Seconds of the engine itself.
 
     Args:
-        call_s: seconds of each call of a turn; a recomputed call and its backward count as one.
-        turn_s: seconds of each turn.
-        hop_s: seconds from one worker to another, for a microbatch that changes workers between two stages.
-        shared: whether calls and turns take time of the host's interpreter, which runs ahead of the workers, instead of
-            time in which the worker computes nothing.
+        call_s: of the interpreter, for each call of a turn; a recomputed call and its backward count as one.
+        turn_s: of the interpreter, for each turn.
+        hop_s: from one worker to another, for a microbatch that changes workers between two stages.
+        ahead: whether the interpreter runs ahead of the workers, so that a call is over for it when it is issued.
 
     Raises:
         ValueError: a time is negative or not a number.
@@ -23,9 +27,50 @@ class HostTime:
     call_s: float = 0.0
     turn_s: float = 0.0
     hop_s: float = 0.0
-    shared: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         for name in ("call_s", "turn_s", "hop_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more seconds.")
+
+
+_ROUNDING_S = 1e-12
+"""By so much, seconds may be longer than a gap that they fill. Rounding decided otherwise where the next gap is."""
+
+
+class SharedSeconds:
+    """Busy time as disjoint intervals in ascending order."""
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def take(self, ready: float, seconds: float) -> float:
+        """Take the first free ``seconds`` from ``ready`` on, and return the end of the last of them."""
+        if seconds <= 0:
+            return ready
+        first = at = bisect_right(self._ends, ready)  # intervals before it have ended
+        clock, start = ready, ready
+        if at < len(self._starts) and self._starts[at] <= ready:  # it begins within one
+            start, clock = self._starts[at], self._ends[at]
+            at += 1
+        left = seconds
+        while at < len(self._starts) and left > self._starts[at] - clock + _ROUNDING_S:
+            left -= self._starts[at] - clock
+            clock = self._ends[at]
+            at += 1
+        end = clock + left
+        if at < len(self._starts) and self._starts[at] <= end:
+            end_of_all = self._ends[at]
+            at += 1
+        else:
+            end_of_all = end
+        self._starts[first:at] = [start]
+        self._ends[first:at] = [end_of_all]
+        return end
+
+    def after(self, time: float) -> list[float]:
+        """Return starts and ends of the intervals that end after ``time``."""
+        at = bisect_right(self._ends, time)
+        return [*self._starts[at:], *self._ends[at:]]

@@ -7,25 +7,11 @@ known, memory decides.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
-from typing import get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lightning_roundpipe.planning.batch import Sizes
-from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
+from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import Memory, fits, least
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.shapes import PlanShape
-
-_AT_ONCE = 6144
-"""Stages whose memory is looked up at once. Larger arrays come from the system each time, which takes three times as
-long."""
 
 
 @dataclass(frozen=True)
@@ -78,92 +64,3 @@ class Limits:
         if not self.side_by_side or self.memory is None or not plan.side_by_side(workers, microbatches):
             return []
         return [plan] if fits(plan, costs, workers, self.memory) else []
-
-
-class MemoryTable:
-    """Bytes of every possible stage, to check the memory of a batch of plans at once.
-
-    Args:
-        costs: costs of the calls.
-        workers: number of workers.
-        memory: bytes of the workers.
-        ahead: whether backward stages recompute ahead.
-        most: whether the arena is as large as is of use, instead of as small as possible.
-    """
-
-    def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False, most: bool = False) -> None:
-        self._workers, self._memory, self._most = workers, memory, most
-        self._layer = max(call.weight_bytes for call in costs)
-        self._layer += max((call.gradient_bytes for call in costs if call.needs_backward), default=0)
-        self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
-        self._backward_waiting = np.array([*accumulate(costs, _waiting_in_backward, initial=0)])
-        self._calls = len(costs)
-        self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
-
-    def fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
-        """Return which of the plans fit, (plans,), by the sum of `memory.device_bytes`. Rows of ``sizes`` are plans."""
-        rows = max(1, _AT_ONCE // sizes.shape[1])
-        return np.concatenate([self._fits(shape, sizes[at : at + rows]) for at in range(0, len(sizes) or 1, rows)])
-
-    def _fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
-        forward = shape.forward
-        starts, ends = _stage_ends(forward, sizes)
-        stages = starts * self._calls + ends - 1
-        phases: Sequence[tuple[Phase, slice]] = (
-            ("forward", slice(0, forward)),
-            ("fused", slice(forward, forward + 1)),
-            ("backward", slice(forward + 1, None)),
-        )
-        needs = np.empty((3, *sizes.shape), dtype=np.int64)
-        for phase, part in phases:
-            for own, table in zip(needs, self._needs[phase], strict=True):
-                table.take(stages[:, part], out=own[:, part], mode="clip")  # "raise" would copy
-        weights, gradients, activations = needs
-        waits = np.empty(stages.shape, dtype=np.int64)
-        self._waiting.take(ends[:, :forward], out=waits[:, :forward], mode="clip")
-        self._backward_waiting.take(starts[:, forward:], out=waits[:, forward:], mode="clip")
-        activations += (shape.round_microbatches - 1) * np.maximum(waits, np.roll(waits, self._workers, axis=1))
-        arenas = weights + gradients  # see `memory.arena_bytes`
-        if self._most:
-            leaving = np.where(gradients > 0, arenas, 0)
-            after, before = np.roll(weights, -self._workers, axis=1), np.roll(leaving, self._workers, axis=1)
-            arenas = arenas + np.maximum(after, before)
-        fitting = np.ones(len(sizes), dtype=np.bool_)
-        for part, memory in self._parts(sizes.shape[1]):
-            arena = np.maximum(arenas[:, part].max(axis=1), self._layer)
-            fitting &= arena + activations[:, part].max(axis=1) <= memory
-        return fitting
-
-    def _parts(self, stages: int) -> list[tuple[slice, int]]:
-        """Return the stages that run on the same workers, with the least memory of these. See `memory.of_worker`."""
-        if isinstance(self._memory, int):
-            return [(slice(None), self._memory)]
-        every = math.gcd(stages, self._workers)
-        return [(slice(first, None, every), min(self._memory[first::every])) for first in range(every)]
-
-
-def _stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
-    """Return the first call of every stage, and the call after its last, (plans, stages) each."""
-    upwards = np.cumsum(sizes[:, : forward + 1], axis=1)
-    downwards = upwards[:, forward : forward + 1] - np.cumsum(sizes[:, forward:], axis=1)
-    starts = np.concatenate([upwards - sizes[:, : forward + 1], downwards[:, 1:]], axis=1)
-    ends = np.concatenate([upwards, downwards[:, :-1]], axis=1)
-    return starts, ends
-
-
-def _waiting_in_backward(before: int, call: CallCost) -> int:
-    """Return the bytes that wait for the nearest call before that needs a backward."""
-    return call.returning_bytes + call.backward_held_bytes if call.needs_backward else before
-
-
-@lru_cache(maxsize=8)  # a search asks for the same several times
-def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
-    """Return bytes of weights, gradients and activations, (3, first call * calls + last call)."""
-    calls = len(costs)
-    table = np.zeros((3, calls, calls), dtype=np.int64)
-    for first in range(calls):
-        need = StageBytes(phase, ahead)
-        for last in range(first, calls):
-            need.add(costs.calls[last])
-            table[:, first, last] = need.weights, need.gradients, need.activations
-    return table.reshape(3, calls * calls)

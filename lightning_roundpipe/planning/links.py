@@ -40,7 +40,7 @@ class Lane:
     """One direction of a link, with ``rate`` bytes per second."""
 
     def __init__(self, rate: float) -> None:
-        self._rate = rate
+        self.rate = rate
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._behind = 0.0
@@ -48,7 +48,7 @@ class Lane:
     def copy_before(self, ready: float, size: int) -> tuple[float, float]:
         """Return start and end of a copy with priority. Such copies run in the order of the calls of this method."""
         start = max(ready, self._ends[-1] if self._ends else 0.0)
-        end = start + size / self._rate
+        end = start + size / self.rate
         if end > start:
             self._starts.append(start)
             self._ends.append(end)
@@ -61,7 +61,7 @@ class Lane:
     def copy_behind(self, ready: float, size: float) -> tuple[float, float]:
         """Return start and end of a copy without priority. Such copies run one after another."""
         start = clock = max(ready, self._behind)
-        left = size / self._rate
+        left = size / self.rate
         at = bisect_right(self._ends, clock)
         while left > 0:
             window = self._starts[at] if at < len(self._starts) else math.inf

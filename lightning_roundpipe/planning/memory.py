@@ -25,15 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, StageBytes
-from lightning_roundpipe.planning.partition import check_calls_are_short, greedy_partition
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
-
-_PARTS = tuple(2**power for power in range(1, 9))
-"""Numbers of parts of a microbatch to try where no plan fits."""
 
 BESIDE = 2
 """Stages that the largest arena holds at once: one runs while the next one's weights come."""
@@ -43,6 +42,8 @@ PRODUCTS = 2
 
 Memory = int | tuple[int, ...]
 """Bytes of every worker, or of each if workers are unequal."""
+
+Bytes = NDArray[np.int64]
 
 
 class Reserved(NamedTuple):
@@ -154,8 +155,7 @@ def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = No
     ``worker``: the worker, if workers are unequal; None: the largest need. ``most``: whether the arena is as large as
     is of use, instead of as small as possible; see `arena_bytes`.
     """
-    arena = arena_bytes(plan, costs, workers, worker)[most]
-    return arena + _beside_arena(plan, costs, workers, worker)
+    return arena_bytes(plan, costs, workers, worker)[most] + _beside_arena(plan, costs, workers, worker)
 
 
 def _beside_arena(plan: Plan, costs: Costs, workers: int, worker: int | None) -> int:
@@ -196,26 +196,32 @@ def of_worker(plan: Plan, workers: int, worker: int | None = None) -> range:
     return range(worker % every, stages, every)
 
 
-def arena_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> tuple[int, int]:
-    """Return the least bytes of a worker's arena, and the most that are of use.
+def layer_arena(costs: Costs) -> int:
+    """Return the bytes of an arena for single layers, which any worker may run without a plan: it is at least so large.
 
-    The least are the largest stage's weights and gradients, or those of a layer, because any worker may run single
-    layers without a plan: in the first batch and in evaluation. With the most, no stage's weights have to wait for the
-    end of the stage before.
+    The first batch and evaluation do so.
     """
-    needs = _needs(plan, costs)
-    count = len(needs)
-    sizes = [need.weights + need.gradients for need in needs]
-    leaving = [size if need.gradients else 0 for size, need in zip(sizes, needs, strict=True)]
-    own = of_worker(plan, workers, worker)
-    layer = max(call.weight_bytes for call in costs)
-    layer += max((call.gradient_bytes for call in costs if call.needs_backward), default=0)
-    least = max(layer, *(sizes[position] for position in own))
-    pairs = (
-        sizes[position] + max(needs[(position + workers) % count].weights, leaving[(position - workers) % count])
-        for position in own
-    )
-    return least, max(least, *pairs)
+    gradients = max((call.gradient_bytes for call in costs if call.needs_backward), default=0)
+    return max(call.weight_bytes for call in costs) + gradients
+
+
+def arenas(weights: Bytes, gradients: Bytes, workers: int) -> tuple[Bytes, Bytes]:
+    """Return the bytes of an arena for each stage, (..., stages): the least, and the most that are of use.
+
+    The least are the stage's own weights and gradients. In the largest, no stage's weights have to wait for the end of
+    the stage before.
+    """
+    sizes = weights + gradients
+    leaving = np.where(gradients > 0, sizes, 0)
+    return sizes, sizes + np.maximum(np.roll(weights, -workers, axis=-1), np.roll(leaving, workers, axis=-1))
+
+
+def arena_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> tuple[int, int]:
+    """Return the least bytes of a worker's arena, and the most that are of use: of its stages, or of a layer."""
+    needs, own, layer = _needs(plan, costs), [*of_worker(plan, workers, worker)], layer_arena(costs)
+    weights, gradients = (np.array(sizes) for sizes in zip(*((n.weights, n.gradients) for n in needs), strict=True))
+    smallest, largest = (max(layer, int(sizes[own].max())) for sizes in arenas(weights, gradients, workers))
+    return smallest, largest
 
 
 def reserved_within(
@@ -237,11 +243,11 @@ def reserved_within(
     copies = copies_bytes(plan, costs, workers, worker)
     if budget is None:
         return Reserved(most, copies, None, lead)
-    beside = _beside_arena(plan, costs, workers, worker)
+    left = budget - _beside_arena(plan, costs, workers, worker)
     ahead = ahead_bytes(plan, costs, workers, worker)
-    lead = min(lead, max(0, budget - beside - lowest - ahead))
-    arena = min(most, max(lowest, budget - beside - ahead - lead))
-    return Reserved(arena, copies, max(0, budget - beside - lead - arena), lead)
+    lead = min(lead, max(0, left - lowest - ahead))
+    arena = min(most, max(lowest, left - ahead - lead))
+    return Reserved(arena, copies, max(0, left - lead - arena), lead)
 
 
 def copies_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
@@ -300,26 +306,35 @@ def _needs(plan: Plan, costs: Costs) -> list[StageBytes]:
     return [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in plan.stages()]
 
 
-def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
+def waiting(left: Bytes, workers: int, round_microbatches: int) -> Bytes:
     """Return, for each stage, the bytes that other microbatches of the round may hold on its worker meanwhile.
 
     Each of them has left this stage and waits for the next one, or has left the worker's stage before and waits for the
     stage after that. This is an upper bound: a tensor that the next stage takes on another worker may leave earlier.
+
+    ``left``: bytes of a microbatch that waits behind each stage, (..., stages).
     """
-    left = [_left_behind(stage, costs) for stage in plan.stages()]
-    others = plan.round_microbatches - 1
-    return [others * max(here, left[(position - workers) % len(left)]) for position, here in enumerate(left)]
+    return (round_microbatches - 1) * np.maximum(left, np.roll(left, workers, axis=-1))
 
 
-def _left_behind(stage: Stage, costs: Costs) -> int:
-    """Return the bytes on the stage's worker of a microbatch that waits for the next stage.
+def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
+    """Return `waiting` of a plan's stages."""
+    forward, backward = waiting_at(costs)
+    left = [forward[s.last + 1] if s.phase == "forward" else backward[s.first] for s in plan.stages()]
+    return [int(size) for size in waiting(np.array(left), workers, plan.round_microbatches)]
 
-    They are outputs in forward, and in backward gradients and the outputs that user code's graph still holds.
+
+def waiting_at(costs: Costs) -> tuple[list[int], list[int]]:
+    """Return the bytes of a microbatch that waits in forward, and in backward, before each call and behind the last.
+
+    They are outputs in forward, and in backward gradients and the outputs that user code's graph still holds, for the
+    nearest call before that needs a backward.
     """
-    if stage.phase == "forward":
-        return costs.calls[stage.last + 1].waiting_bytes
-    deeper = next((call for call in reversed(costs.calls[: stage.first]) if call.needs_backward), None)
-    return deeper.returning_bytes + deeper.backward_held_bytes if deeper else 0
+    backward = [0]
+    for call in costs:
+        waits = call.returning_bytes + call.backward_held_bytes if call.needs_backward else backward[-1]
+        backward.append(waits)
+    return [*(call.waiting_bytes for call in costs), 0], backward
 
 
 def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
@@ -444,11 +459,7 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
     """Every stage of ``plan`` in the order in which they run."""
 
     def seconds(stage: Stage) -> float:
-        found = _on_its_workers(stage, plan, costs, workers)
-        if stage.unpacks_once:
-            found = found.unpacked_once(plan.round_microbatches)
-        if stage.phase == "backward":
-            found = found.carrying(plan.carry)
+        found = plan.costs_in(stage, _on_its_workers(stage, plan, costs, workers), plan.round_microbatches)
         return found.stage_time_s(stage.first, stage.last, stage.phase)
 
     parts = zip(plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers), strict=True)
@@ -522,100 +533,3 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         Item(f"carried products of {plural(len(plan.carry), 'call')}", carried_bytes(plan, costs, workers), True),
     ]
     return [item for item in items if item.nbytes]
-
-
-def smallest_within(
-    costs: Costs, workers: int, microbatches: int, min_round: int, budget: Memory | None, max_round: int | None = None
-) -> Plan:
-    """Return the plan with a stage for each call, and as many microbatches a round as ``budget`` has room for.
-
-    It has room for the largest arena if some round does with it. With fewer microbatches a round, fewer wait on the
-    workers, and weights travel more often. A round has all microbatches of a step or an equal part of them, at most
-    ``max_round`` (None: no limit) and at least ``min_round``. With ``min_round`` the plan may not fit.
-    """
-    lowest = min(min_round, microbatches)
-    parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
-    sizes = sorted({size for size in parts if lowest < size <= (max_round or microbatches)}, reverse=True)
-    plans = [Plan.per_call(len(costs), size) for size in (*sizes, lowest)]
-    fitting = (plan for most in (True, False) for plan in plans if fits(plan, costs, workers, budget, most=most))
-    return next(fitting, plans[-1])
-
-
-def partition_within(
-    costs: Costs,
-    workers: int,
-    microbatches: int,
-    round_microbatches: int | None,
-    budget: Memory | None,
-    min_round: int | None = None,
-    stage_s: float | None = None,
-    max_round: int | None = None,
-) -> Plan:
-    """Return the partitioner's plan for workers with ``budget`` bytes.
-
-    `greedy_partition` limits the bytes of single stages, but the largest weights, gradients and activations may belong
-    to different stages. So this function lowers the limit until the whole plan fits, with the largest arena unless a
-    cut at every call has no room for that.
-
-    Args:
-        costs: costs of the calls.
-        workers: number of workers.
-        microbatches: microbatches of a step.
-        round_microbatches: microbatches of a round; None: all of them, or fewer if they do not fit
-            (`smallest_within`).
-        budget: bytes of the workers; None: no limit. If workers are unequal, the smallest counts for all.
-        min_round: least microbatches of a round; None: one for each worker.
-        stage_s: most seconds of a stage for one microbatch; None: no limit.
-        max_round: most microbatches of a round; None: no limit.
-
-    Raises:
-        TooSmall: a cut at every call does not fit.
-        ValueError: a call takes longer than ``stage_s``.
-    """
-    budget = least(budget)
-    if stage_s is not None:
-        check_calls_are_short(costs, stage_s)
-    if round_microbatches is None:
-        found = smallest_within(costs, workers, microbatches, min_round or workers, budget, max_round)
-        round_microbatches = found.round_microbatches
-    if budget is None:
-        return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
-    smallest = Plan.per_call(len(costs), round_microbatches)
-    if not fits(smallest, costs, workers, budget):
-        raise TooSmall(costs, smallest, workers, budget)
-    most = fits(smallest, costs, workers, budget, most=True)
-    stage_bytes = budget
-    while True:
-        try:
-            plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes, stage_s=stage_s)
-        except ValueError:  # some call does not fit into a stage of that size, though the arenas have room for it
-            return smallest
-        need = device_bytes(plan, costs, workers, most=most)
-        if need <= budget:
-            return plan
-        stage_bytes = min(stage_bytes - 1, stage_bytes * budget // need)
-
-
-class TooSmall(ValueError):
-    """No plan fits. The message says what takes how much.
-
-    Attributes:
-        enough: bytes of a worker for a cut at every layer.
-        round_microbatches: microbatches of a smaller round that fits; None: there is none.
-        parts: number of parts into which to cut each microbatch so that it fits; None: no number of `_PARTS` is enough.
-    """
-
-    def __init__(self, costs: Costs, smallest: Plan, workers: int, budget: int) -> None:
-        self.enough, count, size = device_bytes(smallest, costs, workers), len(costs), smallest.round_microbatches
-        rounds = (Plan.per_call(count, smaller) for smaller in range(size - 1, 0, -1))
-        fitting = next((plan for plan in rounds if fits(plan, costs, workers, budget)), None)
-        self.round_microbatches = None if fitting is None else fitting.round_microbatches
-        self.parts = next((n for n in _PARTS if fits(smallest, costs.of_part(n), workers, budget)), None)
-        call = max(costs, key=lambda c: c.weight_bytes + c.gradient_bytes + c.activation_bytes)
-        waiting = max(waiting_bytes(smallest, costs, workers))
-        held = f"; {plural(size - 1, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
-        super().__init__(
-            f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs {self.enough:,}. The "
-            f"largest layer is {call.layer!r}: {call.weight_bytes:,} of weights, {call.gradient_bytes:,} of gradients, "
-            f"{call.activation_bytes:,} of activations{held}."
-        )

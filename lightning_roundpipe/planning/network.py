@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.updates import UpdateModel
 
 _PART_BYTES = 2**26
 """Least bytes of gradients for a part of their own."""
@@ -93,15 +94,15 @@ class Exchange:
     Args:
         network: the network between the machines.
         costs: costs of the calls.
-        rate: bytes of gradients that a machine's optimizer updates per second; None: updates take no time.
-        together: whether updates wait for all gradients, as with clipping.
+        updates: rate and rules of each machine's optimizer; None: updates take no time.
 
     Attributes:
         busy_s: seconds for which the network has been busy.
     """
 
-    def __init__(self, network: Network, costs: Costs, rate: float | None, *, together: bool = False) -> None:
-        self._network, self._rate, self._together = network, rate, together
+    def __init__(self, network: Network, costs: Costs, updates: UpdateModel | None) -> None:
+        self._network, self._rate = network, updates.bytes_per_s if updates else math.inf
+        self._together = updates is not None and updates.together
         self._sizes = gradient_bytes(costs)
         self._turns = {layer: turn for turn, layer in enumerate(self._sizes)}
         self._owners = owners(self._sizes, network.machines)
@@ -159,7 +160,7 @@ class Exchange:
     def _update(self, layer: str, ready: float) -> float:
         """Return the end of the update of a part of a layer, which reaches its owner at ``ready``. [4]"""
         owner = self._owners[layer]
-        taken = 0.0 if self._rate is None else self._sizes[layer] / self._parts(layer) / self._rate
+        taken = self._sizes[layer] / self._parts(layer) / self._rate
         self._updated[owner] = max(self._updated[owner], ready) + taken
         return self._updated[owner]
 

@@ -22,12 +22,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import get_args
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
+from lightning_roundpipe.planning.memory import Memory, device_bytes, fits, least, waiting_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 
 _TICKS_PER_S = 10**12
 """Times are compared as whole picoseconds, so that equal sums are equal whatever order they were added in."""
+
+_PARTS = tuple(2**power for power in range(1, 9))
+"""Numbers of parts of a microbatch to try where no plan fits."""
 
 
 def greedy_partition(
@@ -197,3 +202,103 @@ def _fill(limits: _PhaseLimits, last: int, t_max: int) -> list[Span] | None:
         spans.append(Span(first, last))
         last = first - 1
     return spans
+
+
+# -- within memory -----------------------------------------------------------------------------------------------------
+
+
+def smallest_within(
+    costs: Costs, workers: int, microbatches: int, min_round: int, budget: Memory | None, max_round: int | None = None
+) -> Plan:
+    """Return the plan with a stage for each call, and as many microbatches a round as ``budget`` has room for.
+
+    It has room for the largest arena if some round does with it. With fewer microbatches a round, fewer wait on the
+    workers, and weights travel more often. A round has all microbatches of a step or an equal part of them, at most
+    ``max_round`` (None: no limit) and at least ``min_round``. With ``min_round`` the plan may not fit.
+    """
+    lowest = min(min_round, microbatches)
+    parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
+    sizes = sorted({size for size in parts if lowest < size <= (max_round or microbatches)}, reverse=True)
+    plans = [Plan.per_call(len(costs), size) for size in (*sizes, lowest)]
+    fitting = (plan for most in (True, False) for plan in plans if fits(plan, costs, workers, budget, most=most))
+    return next(fitting, plans[-1])
+
+
+def partition_within(
+    costs: Costs,
+    workers: int,
+    microbatches: int,
+    round_microbatches: int | None,
+    budget: Memory | None,
+    min_round: int | None = None,
+    stage_s: float | None = None,
+    max_round: int | None = None,
+) -> Plan:
+    """Return the partitioner's plan for workers with ``budget`` bytes.
+
+    `greedy_partition` limits the bytes of single stages, but the largest weights, gradients and activations may belong
+    to different stages. So this function lowers the limit until the whole plan fits, with the largest arena unless a
+    cut at every call has no room for that.
+
+    Args:
+        costs: costs of the calls.
+        workers: number of workers.
+        microbatches: microbatches of a step.
+        round_microbatches: microbatches of a round; None: all of them, or fewer if they do not fit
+            (`smallest_within`).
+        budget: bytes of the workers; None: no limit. If workers are unequal, the smallest counts for all.
+        min_round: least microbatches of a round; None: one for each worker.
+        stage_s: most seconds of a stage for one microbatch; None: no limit.
+        max_round: most microbatches of a round; None: no limit.
+
+    Raises:
+        TooSmall: a cut at every call does not fit.
+        ValueError: a call takes longer than ``stage_s``.
+    """
+    budget = least(budget)
+    if stage_s is not None:
+        check_calls_are_short(costs, stage_s)
+    if round_microbatches is None:
+        found = smallest_within(costs, workers, microbatches, min_round or workers, budget, max_round)
+        round_microbatches = found.round_microbatches
+    if budget is None:
+        return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
+    smallest = Plan.per_call(len(costs), round_microbatches)
+    if not fits(smallest, costs, workers, budget):
+        raise TooSmall(costs, smallest, workers, budget)
+    most = fits(smallest, costs, workers, budget, most=True)
+    stage_bytes = budget
+    while True:
+        try:
+            plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes, stage_s=stage_s)
+        except ValueError:  # some call does not fit into a stage of that size, though the arenas have room for it
+            return smallest
+        need = device_bytes(plan, costs, workers, most=most)
+        if need <= budget:
+            return plan
+        stage_bytes = min(stage_bytes - 1, stage_bytes * budget // need)
+
+
+class TooSmall(ValueError):
+    """No plan fits. The message says what takes how much.
+
+    Attributes:
+        enough: bytes of a worker for a cut at every layer.
+        round_microbatches: microbatches of a smaller round that fits; None: there is none.
+        parts: number of parts into which to cut each microbatch so that it fits; None: no number of `_PARTS` is enough.
+    """
+
+    def __init__(self, costs: Costs, smallest: Plan, workers: int, budget: int) -> None:
+        self.enough, count, size = device_bytes(smallest, costs, workers), len(costs), smallest.round_microbatches
+        rounds = (Plan.per_call(count, smaller) for smaller in range(size - 1, 0, -1))
+        fitting = next((plan for plan in rounds if fits(plan, costs, workers, budget)), None)
+        self.round_microbatches = None if fitting is None else fitting.round_microbatches
+        self.parts = next((n for n in _PARTS if fits(smallest, costs.of_part(n), workers, budget)), None)
+        call = max(costs, key=lambda c: c.weight_bytes + c.gradient_bytes + c.activation_bytes)
+        waiting = max(waiting_bytes(smallest, costs, workers))
+        held = f"; {plural(size - 1, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
+        super().__init__(
+            f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs {self.enough:,}. The "
+            f"largest layer is {call.layer!r}: {call.weight_bytes:,} of weights, {call.gradient_bytes:,} of gradients, "
+            f"{call.activation_bytes:,} of activations{held}."
+        )

@@ -30,17 +30,17 @@ the whole simulation. What is left at nothing (links, updates, host time) takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, for_each
-from lightning_roundpipe.planning.host_time import HostTime
+from lightning_roundpipe.planning.costs import CallCost, Costs, for_each
+from lightning_roundpipe.planning.host_time import HostTime, SharedSeconds
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.memory import Memory, reserved_within
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.shared_seconds import SharedSeconds
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 Staleness = Literal[0, 1]
@@ -49,7 +49,6 @@ Kind = Literal[
     "fused",
     "recompute",
     "backward",
-    "host",
     "upload_weights",
     "download_gradients",
     "upload_boundary",
@@ -77,6 +76,9 @@ class SimulatedEvent(NamedTuple):
 
 _ALIKE = 1e-12
 """Differences of seconds, relative to those since the start, that are of rounding only."""
+
+_FREE = Links(math.inf, math.inf)
+"""A link on which copies take no time."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,12 @@ def run_steps(
     Raises:
         ValueError: the plan does not fit the calls of ``costs``, or a number is too small.
     """
-    pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps, records=True)
+    pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps)
+    events: list[SimulatedEvent] = []
+    pipeline.events = events
     for _ in range(steps):
         pipeline.step()
-    return SimulatedRun(plan, workers, tuple(pipeline.events), tuple(pipeline.losses), tuple(pipeline.ends))
+    return SimulatedRun(plan, workers, tuple(events), tuple(pipeline.losses), tuple(pipeline.ends))
 
 
 def step_ends(
@@ -173,81 +177,46 @@ def step_ends(
     Raises:
         ValueError: as `run_steps`.
     """
-    pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps, records=False)
-    ends, states = pipeline.ends, list[_StepState]()
+    pipeline = _pipeline(plan, costs, workers, microbatches, rules, steps)
+    ends, begins, states = pipeline.ends, pipeline.losses, list[list[float]]()
     while len(ends) < steps:
         pipeline.step()
-        state = pipeline.state()
-        if (before := next((one for one in reversed(states) if one.is_like(state)), None)) is not None:
-            cycle, seconds = state.step - before.step, state.time_s - before.time_s
-            while len(ends) < steps:
-                ends.append(ends[-cycle] + seconds)
+        state, known = pipeline.state(), len(ends)
+        for before in reversed(range(len(states))):
+            most = _ALIKE * begins[-1]
+            if len(state) == len(states[before]) and all(
+                abs(one - other) <= most for one, other in zip(state, states[before], strict=True)
+            ):
+                cycle, seconds = known - 1 - before, begins[-1] - begins[before]
+                while len(ends) < steps:
+                    ends.append(ends[-cycle] + seconds)
+                break
         states.append(state)
     return ends
 
 
-def _pipeline(
-    plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None, steps: int, *, records: bool
-) -> _Pipeline:
+def _pipeline(plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None, steps: int) -> _Pipeline:
     for name, value in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
         if value < 1:
             raise ValueError(f"{name}={value!r} must be at least 1 to simulate steps.")
     plan.validate(costs.layers)
     costs.check_workers(workers)
-    return _Pipeline(plan, costs, workers, microbatches, rules or Rules(), records=records)
+    return _Pipeline(plan, costs, workers, microbatches, rules or Rules())
 
 
-class _StepState(NamedTuple):
-    """What a step leaves to the next ones.
-
-    Attributes:
-        step: number of steps so far.
-        time_s: start of the next step.
-        seconds: from there, when all that the next steps may wait for is over; 0 for what is over before they begin.
-    """
-
-    step: int
-    time_s: float
-    seconds: list[float]
-
-    def is_like(self, other: _StepState) -> bool:
-        """Return whether what follows is the same but for the time."""
-        most = _ALIKE * other.time_s
-        return len(self.seconds) == len(other.seconds) and all(
-            abs(one - another) <= most for one, another in zip(self.seconds, other.seconds, strict=True)
-        )
+# -- stages ------------------------------------------------------------------------------------------------------------
 
 
-class _Occupied(NamedTuple):
-    """What a slot has in its worker's arena.
+class _Arriving(NamedTuple):
+    """A layer of a stage: its name, bytes of weights up to its end, and seconds of a turn before its first call."""
 
-    Attributes:
-        weights: bytes of weights, from one end of the arena.
-        gradients: bytes of gradients, behind the weights.
-        end: when the weights have left.
-        arrived: when the gradients have.
-    """
-
-    weights: int
-    gradients: int
-    end: float
-    arrived: float
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights + self.gradients
+    layer: str
+    come: int
+    before_s: float
 
 
 class _Leaving(NamedTuple):
-    """A call's gradients, which leave a worker.
-
-    Attributes:
-        call: the call's number.
-        layer: its layer.
-        nbytes: bytes of the gradients as they travel.
-        parts: number of parts in which they do.
-        before_end_s: seconds between the end of its backward and that of the turn.
-    """
+    """Gradients of a call: bytes as they travel, number of parts, seconds of the turn behind its backward."""
 
     call: int
     layer: str
@@ -257,14 +226,7 @@ class _Leaving(NamedTuple):
 
 
 class _Carried(NamedTuple):
-    """A call of a turn whose products are carried.
-
-    Attributes:
-        call: the call's number.
-        nbytes: bytes of its products.
-        before_s: seconds of the turn before it.
-        takes_s: its own.
-    """
+    """A call whose products are carried: their bytes, seconds of the turn before the call, and its own."""
 
     call: int
     nbytes: int
@@ -275,38 +237,53 @@ class _Carried(NamedTuple):
 class _SimulatedStage:
     """Constants of a stage on a worker."""
 
-    def __init__(self, stage: Stage, plan: Plan, costs: Costs, rules: Rules) -> None:
-        calls = costs.calls[stage.first : stage.last + 1]
-        self.phase, self.position, self.first, self.last = stage.phase, stage.position, stage.first, stage.last
-        self.leads = _leads(calls, stage.phase, rules)
-        self.trained = [call for call in calls if stage.phase != "forward" and call.needs_backward]
+    def __init__(self, stage: Stage, plan: Plan, costs: Costs, rules: Rules, microbatches: int) -> None:
+        costs = plan.costs_in(stage, costs, microbatches)
+        calls, host = costs.calls[stage.first : stage.last + 1], rules.host
+        trained = [call for call in calls if stage.phase != "forward" and call.needs_backward]
+        run = trained if stage.phase == "backward" else calls
         need = costs.stage_bytes(stage.first, stage.last, stage.phase)
-        self.weights, self.gradients = need.weights, need.gradients
-        self.arrivals = _arrivals(calls, stage.phase)
-        self.resumed = need.resumed
+        forward, backward = (sum(call.forward_s for call in run), sum(call.backward_s for call in trained))
+        self.phase, self.position, self.first, self.trained = stage.phase, stage.position, stage.first, trained
+        self.weights, self.gradients, self.resumed = need.weights, need.gradients, need.resumed
+        self.arriving = _arriving(calls, stage)
         self.leaving = _leaving(calls, stage, rules.updates)
-        forward = sum(call.forward_s for call in calls)
         self.carried = _carried(calls, stage, plan)
-        self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
-        backward = sum(call.backward_s for call in self.trained)
-        self.before_gradients_s = self.recompute_s if stage.phase == "backward" else forward
-        """Of a turn, what runs before the first gradient is summed."""
-        self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
-        host = rules.host.turn_s + _calls_made(costs, stage) * rules.host.call_s
-        self.lag_s = _lag_s(costs, stage, rules.host)
-        run = self.trained if stage.phase == "backward" else calls
-        self.host_s = 0.0 if rules.host.shared else host
-        self.issue_s = sum(call.issue_s for call in run) + (host if rules.host.shared else 0.0)
-        self.backward_issue_s = sum(call.backward_issue_s for call in self.trained)
+        self.forward_s, self.backward_s = forward, backward
+        self.issue_s = sum(call.issue_s for call in run) + host.turn_s
+        self.issue_s += (len(trained) + (len(calls) if stage.phase != "backward" else 0)) * host.call_s
+        self.backward_issue_s = sum(call.backward_issue_s for call in trained)
         self.waits_for_device = any(call.is_synchronous for call in run)
-        # What a fused turn still does when the loss is known.
-        self.behind_loss_s = backward + (0.0 if rules.host.shared else len(self.trained) * rules.host.call_s)
-        inputs = sum(call.boundary_bytes for call in (self.trained if stage.phase == "backward" else calls[:1]))
+        self.lag_s = _lag_s(calls, stage, host)
         after = costs.calls[stage.last + 1].boundary_bytes if stage.last + 1 < len(costs) else 0
         # A backward stage also gets the gradient of what it gave out, and gives out that of what it took in.
-        self.bytes_in = inputs + (after if stage.phase == "backward" else 0)
+        taken = sum(call.boundary_bytes for call in (trained if stage.phase == "backward" else calls[:1]))
+        self.bytes_in = taken + (after if stage.phase == "backward" else 0)
         outputs = sum(call.boundary_bytes for call in calls[1:]) + after
         self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
+
+
+def _arriving(calls: Sequence[CallCost], stage: Stage) -> list[_Arriving]:
+    arriving, come, passed = dict[str, _Arriving](), 0, 0.0
+    for call in calls:
+        if call.is_loaded(stage.phase):
+            if call.layer not in arriving:
+                come += call.weight_bytes
+                arriving[call.layer] = _Arriving(call.layer, come, passed)
+            passed += call.forward_s
+    return [*arriving.values()]
+
+
+def _leaving(calls: Sequence[CallCost], stage: Stage, updates: UpdateModel | None) -> list[_Leaving]:
+    """Return the gradients that leave a stage, in the order of its backward."""
+    leaving, left = [], 0.0
+    for number, call in enumerate(calls, stage.first):
+        if stage.phase != "forward" and call.needs_backward:
+            nbytes = call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
+            parts = updates.parts_of(nbytes) if updates is not None else 1
+            leaving.append(_Leaving(number, call.layer, nbytes, parts, left))
+            left += call.backward_s
+    return leaving[::-1]
 
 
 def _carried(calls: Sequence[CallCost], stage: Stage, plan: Plan) -> list[_Carried]:
@@ -322,451 +299,339 @@ def _carried(calls: Sequence[CallCost], stage: Stage, plan: Plan) -> list[_Carri
     return found
 
 
-def _costs_in(stage: Stage, plan: Plan, costs: Costs, microbatches: int) -> Costs:
-    """Return the costs of calls in ``stage``: a microbatch bears its share of what is unpacked once for the round.
-
-    In a backward stage, a recomputation lacks carried products.
-    """
-    found = costs.unpacked_once(min(plan.round_microbatches, microbatches)) if stage.unpacks_once else costs
-    return found.carrying(plan.carry) if stage.phase == "backward" else found
-
-
-def _lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
+def _lag_s(calls: Sequence[CallCost], stage: Stage, host: HostTime) -> float:
     """Return the seconds that a microbatch stays behind another one beside it: the longest call of the stage.
 
     A call is over for a host that runs ahead of the device when it is issued.
     """
-    calls = costs.calls[stage.first : stage.last + 1]
-    again = 1.0 if stage.phase == "backward" else 0.0
-
-    def seconds(call: CallCost) -> Iterator[float]:
-        forward = call.issue_s if host.shared and not call.is_synchronous else call.forward_s
-        backward = call.backward_issue_s if host.shared else call.backward_s
+    longest = 0.0
+    for call in calls:
+        forward = call.issue_s if host.ahead and not call.is_synchronous else call.forward_s
+        backward = call.backward_issue_s if host.ahead else call.backward_s
         if stage.phase != "backward":
-            yield forward
+            longest = max(longest, forward)
         if stage.phase != "forward" and call.needs_backward:
-            yield again * forward + backward
-
-    return max((one for call in calls for one in seconds(call)), default=0.0) + host.call_s
-
-
-def _calls_made(costs: Costs, stage: Stage) -> int:
-    """Return the number of calls of a turn. In a fused stage, a call and its backward count as two."""
-    calls = costs.calls[stage.first : stage.last + 1]
-    backward = sum(call.needs_backward for call in calls)
-    if stage.phase == "forward":
-        return len(calls)
-    return backward + (len(calls) if stage.phase == "fused" else 0)
+            longest = max(longest, backward + (forward if stage.phase == "backward" else 0.0))
+    return longest + host.call_s
 
 
-def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[int, float]]:
-    """Return, for each layer, the bytes of weights up to it, and the seconds of the turn before it."""
-    arrivals, seen = [], set[str]()
-    come, passed = 0, 0.0
-    for call in calls:
-        if call.is_loaded(phase):
-            if call.layer not in seen:
-                seen.add(call.layer)
-                come += call.weight_bytes
-                arrivals.append((come, passed))
-            passed += call.forward_s
-    return arrivals
+# -- workers -----------------------------------------------------------------------------------------------------------
 
 
-def _leaving(calls: Sequence[CallCost], stage: Stage, updates: UpdateModel | None) -> list[_Leaving]:
-    """Return the gradients that leave a stage, in the order of its backward."""
-    leaving, left = [], 0.0
-    for number, call in enumerate(calls, stage.first):
-        if stage.phase != "forward" and call.needs_backward:
-            nbytes = call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
-            parts = updates.parts_of(nbytes) if updates is not None else 1
-            leaving.append(_Leaving(number, call.layer, nbytes, parts, left))
-            left += call.backward_s
-    return leaving[::-1]
+class _Occupied(NamedTuple):
+    """What a slot has in its worker's arena: bytes of weights from one end, then of gradients, and when each left."""
+
+    weights: int = 0
+    gradients: int = 0
+    end: float = 0.0
+    arrived: float = 0.0
 
 
-def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, float]:
-    """Return, for each layer of a stage, the seconds of its first turn before that layer.
+class _Worker:
+    """A worker between two turns: its link, and what its last two slots have in its arena. [7]
 
-    They are 0 if links take time: then the stage's upload waits for the updates of all its layers.
+    Attributes:
+        up, down: directions of its link.
+        free: end of its last turn.
+        there: the slot before the last one. It lies at the end of the arena that the next slot takes.
+        beside: the last slot.
+        going_down: when the products of its last two carried calls are on the host. [14]
+        ran: when its last turn or carried call began. [14]
     """
-    leads: dict[str, float] = {}
-    passed = 0.0
-    for call in calls:
-        if call.is_loaded(phase):
-            leads.setdefault(call.layer, passed)
-        if phase != "backward" and rules.links is None:
-            passed += call.forward_s
-    return leads
+
+    def __init__(self, link: Links, arena: int) -> None:
+        self.up, self.down, self.arena = Lane(link.upload), Lane(link.download), arena
+        self.free = self.ran = 0.0
+        self.there = self.beside = _Occupied()
+        self.going_down = (0.0, 0.0)
+
+    def places_free(self, stage: _SimulatedStage, begin: float) -> list[float]:
+        """Return when the place in the arena of each layer of a stage is free, ``begin`` or later. See `memory`."""
+        there, beside = self.there, self.beside
+        room = self.arena - beside.weights - beside.gradients
+        free, ready = [], max(begin, there.end)
+        for _, come, _ in stage.arriving:
+            if come > there.weights:
+                ready = max(ready, there.arrived)
+            if come > room:
+                ready = max(ready, beside.end, beside.arrived)
+            free.append(ready)
+        return free
+
+    def sums_free(self, stage: _SimulatedStage) -> float:
+        """Return when the place in the arena of a stage's gradients is free."""
+        there, beside = self.there, self.beside
+        ready = there.arrived if there.weights + there.gradients > stage.weights else 0.0
+        if stage.weights + stage.gradients + beside.weights + beside.gradients > self.arena:
+            ready = max(ready, beside.arrived)
+        return ready
+
+    def times(self, begin: float) -> list[float]:
+        """Return what later slots may wait for."""
+        ends = [time for slot in (self.there, self.beside) for time in (slot.end, slot.arrived)]
+        return [self.free, *ends, *self.going_down, self.ran, *self.up.after(begin), *self.down.after(begin)]
 
 
-def _stages_of(plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> list[list[_SimulatedStage]]:
-    """By worker, what every stage is on it. Equal workers share one list. [13]"""
-
-    def stages(one: Costs) -> list[_SimulatedStage]:
-        return [
-            _SimulatedStage(stage, plan, _costs_in(stage, plan, one, microbatches), rules) for stage in plan.stages()
+def _workers(plan: Plan, costs: Costs, workers: int, rules: Rules) -> list[_Worker]:
+    links = rules.links if isinstance(rules.links, tuple) else (rules.links or _FREE,) * workers
+    if len(links) != workers:
+        raise ValueError(f"links={links!r} must be one for all workers, or one for each of {workers}.")
+    if isinstance(rules.memory, tuple):
+        sizes = [
+            reserved_within(plan, costs, workers, memory, worker=worker).arena
+            for worker, memory in enumerate(rules.memory)
         ]
-
-    return for_each([costs.on(worker) for worker in range(workers)], stages)
-
-
-def _arenas_of(plan: Plan, costs: Costs, workers: int, rules: Rules) -> list[int]:
-    """Return the bytes of every worker's arena. [7]"""
-    memory = rules.memory
-    if rules.links is None:  # nothing waits for a place in it
-        return [0] * workers
-    if not isinstance(memory, tuple):
-        return [reserved_within(plan, costs, workers, memory).arena] * workers
-    each = enumerate(memory)
-    return [reserved_within(plan, costs, workers, limit, worker=worker).arena for worker, limit in each]
+    else:
+        sizes = [reserved_within(plan, costs, workers, rules.memory).arena] * workers
+    return [_Worker(link, arena) for link, arena in zip(links, sizes, strict=True)]
 
 
-def _fastest(links: Sequence[Links] | None) -> Links | None:
-    """Return the highest rates, for weights and gradients of a layer whose worker is not known."""
-    return Links(max(link.upload for link in links), max(link.download for link in links)) if links else None
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
 class _Pipeline:
     """The state of a simulation between two turns."""
 
-    def __init__(
-        self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules, *, records: bool
-    ) -> None:
-        self._records = records
-        """Whether intervals are kept."""
-        self._costs, self._workers, self._microbatches, self._rules = costs, workers, microbatches, rules
-        self._round = plan.round_microbatches
+    def __init__(self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> None:
+        self._plan, self._costs, self._microbatches, self._rules = plan, costs, microbatches, rules
         self._side_by_side = plan.side_by_side(workers, microbatches)
-        self._behind: dict[int, tuple[float, float]] = {}
-        """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
-        self._added: dict[int, list[float]] = {}
-        """By call, when each part of its gradients of the microbatch before is added. [12]"""
-        self._adding = SharedSeconds()
-        self._ahead = plan.recompute_ahead
-        self._stages = _stages_of(plan, costs, workers, microbatches, rules)
-        self._forward_of = plan.stage_of_forward
-        self._last_backward = {  # per layer, the last stage that adds to its gradients
-            call.layer: stage.position for stage in self._stages[0] for call in stage.trained
-        }
-        self._free = [0.0] * workers
-        self._summed = 0.0
-        self._interpreter = SharedSeconds()
-        self._closed: dict[int, float] = {}
-        links = (rules.links,) * workers if isinstance(rules.links, Links) else rules.links  # [13]
-        self._products: dict[tuple[int, int], float] = {}
-        """When the products of a microbatch's call are on the host. [14]"""
-        self._going_down = [(0.0, 0.0)] * workers
-        """By worker, when the last two carried calls' products are on the host. [14]"""
-        self._ran = [0.0] * workers
-        """By worker, when its last turn or carried call began. [14]"""
-        if links is not None and len(links) != workers:
-            raise ValueError(f"links={links!r} must be one for all workers, or one for each of {workers}.")
-        self._up = [Lane(link.upload) for link in links] if links else None
-        self._down = [Lane(link.download) for link in links] if links else None
-        self._arena = _arenas_of(plan, costs, workers, rules)
-        self._occupied = [[_Occupied(0, 0, 0.0, 0.0)] * 2 for _ in range(workers)]
-        """By worker, its last two slots, the older one first: that lies at the end of the arena of the next slot."""
-        self._updating = Updating(rules.updates, costs, _fastest(links))
-        self._exchange = None
-        if rules.network is not None:
-            updates = rules.updates
-            rate = updates.bytes_per_s if updates else None
-            together = updates is not None and (updates.clipping or updates.blocking)
-            self._exchange = Exchange(rules.network, costs, rate, together=together)
+        self._workers = _workers(plan, costs, workers, rules)
+        self._stages = for_each(  # by worker, what every stage is on it [13]
+            [costs.on(worker) for worker in range(workers)],
+            lambda one: [_SimulatedStage(stage, plan, one, rules, microbatches) for stage in plan.stages()],
+        )
+        self._last_backward = {call.layer: stage.position for stage in self._stages[0] for call in stage.trained}
+        self._interpreter, self._adding = SharedSeconds(), SharedSeconds()
+        links = ((worker.up.rate, worker.down.rate) for worker in self._workers)
+        fastest = Links(*map(max, zip(*links, strict=True)))  # which worker a layer's weights go to is not known
+        self._updating = Updating(rules.updates, costs, fastest)
+        self._exchange = None if rules.network is None else Exchange(rules.network, costs, rules.updates)
         self._published: list[dict[str, float]] = []
         self._slot = 0
-        self.events: list[SimulatedEvent] = []
+        self._left: dict[int, tuple[float, int]] = {}
+        """By microbatch, when and where it left its last stage."""
+        self._added: dict[int, list[float]] = {}
+        """By call, when each part of its gradients of the microbatch before is added. [12]"""
+        self._products: dict[tuple[int, int], float] = {}
+        """When the products of a microbatch's call are on the host. [14]"""
+        self.events: list[SimulatedEvent] | None = None
+        """Intervals of work; None: they are not kept."""
         self.losses: list[float] = []
         self.ends: list[float] = []
-        self._left: dict[int, tuple[float, int]] = {}  # per microbatch, when and where it left its last stage
 
     def step(self) -> None:
-        self._begin = self.losses[-1] if self.losses else 0.0  # [10]
+        self._begin = self._loss = self.losses[-1] if self.losses else 0.0  # [10]
+        workers, size = len(self._workers), self._plan.round_microbatches
         if self._costs.unequal:
-            self._slot += -self._slot % self._workers  # [13]
-        self._loss = self._begin
-        self._saved: dict[tuple[int, int], tuple[float, int]] = {}  # likewise each forward stage
-        self._behind.clear()
+            self._slot += -self._slot % workers  # [13]
+        self._saved: dict[tuple[int, int], tuple[float, int]] = {}
+        """By microbatch and forward stage, when and where it left it."""
+        self._behind: dict[int, tuple[float, float]] = {}
+        """By stage, when the next microbatch may begin beside the last one, and end. [12]"""
         self._arrived: dict[str, float] = {}
-        closed: dict[int, float] = {}
-        for members in self._rounds():
-            for position in range(len(self._stages[0])):
-                stage = self._stages[self._slot % self._workers][position]  # [1] [13]
-                closed[position] = self._run_slot(stage, members, closed.get(position, 0.0))
+        closed = [0.0] * len(self._stages[0])
+        for begin in range(0, self._microbatches, size):
+            members = range(begin, min(begin + size, self._microbatches))
+            for position in range(len(closed)):
+                stage = self._stages[self._slot % workers][position]  # [1] [13]
+                closed[position] = self._run_slot(stage, members, closed[position])
         self.losses.append(self._loss)
-        self.ends.append(max(closed.values()))
-        updates: list[tuple[str, float, float]] = []
+        self.ends.append(max(closed))
         if self._exchange is not None:  # of all machines' optimizers, which are not drawn
-            published = self._exchange.step(self._arrived)
-        else:
-            updates = self._updating.step(self._arrived)
-            published = self._updating.published(updates)
-        self._published.append(published)
-        if not self._records:
+            self._published.append(self._exchange.step(self._arrived))
             return
-        step = len(self.ends) - 1
-        self.events.extend(
-            SimulatedEvent("update", -1, step, self._slot - 1, self._last_backward[layer], -1, start, end)
-            for layer, start, end in updates
-            if end > start
-        )
+        updates = self._updating.step(self._arrived)
+        self._published.append(self._updating.published(updates))
+        if self.events is not None:
+            at = len(self.ends) - 1, self._slot - 1
+            self.events += [
+                SimulatedEvent("update", -1, *at, self._last_backward[layer], -1, start, end)
+                for layer, start, end in updates
+                if end > start
+            ]
 
-    def state(self) -> _StepState:
-        """Return the state between two steps, in an order that does not depend on which of equal workers is next."""
-        begin, workers = self.losses[-1], range(self._workers)
+    def state(self) -> list[float]:
+        """Return seconds from the next step's begin until all that it may wait for is over; 0 for what is before.
+
+        Their order does not depend on which of equal workers is next.
+        """
+        begin, workers = self.losses[-1], self._workers
         alike = not self._costs.unequal and not isinstance(self._rules.links, tuple)
-        first = self._slot % self._workers
-        seconds = [] if alike else [float(first)]
-        in_turn = [(first + worker) % self._workers for worker in workers] if alike else workers
+        first = self._slot % len(workers)
         times = [left for left, _ in self._left.values()]
         times += [time for added in self._added.values() for time in added]
-        for worker in in_turn:
-            times.append(self._free[worker])
-            times += [time for slot in self._occupied[worker] for time in (slot.end, slot.arrived)]
-            times += self._going_down[worker]
-            times.append(self._ran[worker])
-            for lanes in (self._up, self._down):
-                if lanes is not None:
-                    times += lanes[worker].after(begin)
+        for worker in [*workers[first:], *workers[:first]] if alike else workers:
+            times += worker.times(begin)
         times += [*self._interpreter.after(begin), *self._adding.after(begin)]
         for published in self._published[-1 - self._rules.staleness :]:
             times += [published[layer] for layer in sorted(published)]  # not in the order of updates
         if self._exchange is not None:
             times += self._exchange.busy_until
+        seconds = [] if alike else [float(first)]
         if self._rules.updates is not None:
             seconds.append(self._updating.free - begin)  # an update may begin before its layer's last gradients come
-        seconds += [max(0.0, time - begin) for time in times]
-        return _StepState(len(self.ends), begin, seconds)
-
-    def _rounds(self) -> Iterator[range]:
-        for begin in range(0, self._microbatches, self._round):
-            yield range(begin, min(begin + self._round, self._microbatches))
+        return seconds + [max(0.0, time - begin) for time in times]
 
     def _run_slot(self, stage: _SimulatedStage, members: range, closed: float) -> float:
-        worker = self._slot % self._workers
+        number = self._slot % len(self._workers)
+        worker = self._workers[number]
         if not self._side_by_side:
-            self._free[worker] = max(self._free[worker], closed)  # [2]
-        updated = self._updated(stage)
-        loaded = self._load(stage, worker, updated)
-        self._summed = self._sums_free(stage, worker) if stage.gradients else 0.0
-        if members.start and not self._side_by_side:
-            self._summed = max(self._summed, self._load_sums(stage, worker))
+            worker.free = max(worker.free, closed)  # [2]
+        loaded = self._load(stage, number)
+        summed = worker.sums_free(stage) if stage.gradients else 0.0
+        if members.start and not self._side_by_side and stage.resumed:  # sums of earlier rounds follow the weights [7]
+            start, end = worker.up.copy_behind(summed, stage.resumed)
+            self._note("upload_weights", number, stage, -1, start, end)
+            summed = max(summed, end)
         for microbatch in members:
-            self._take_turn(stage, worker, microbatch, loaded)
-        last = self._free[worker]
+            self._take_turn(stage, number, microbatch, loaded, summed)
+        last = worker.free
         if self._side_by_side:
             added = (self._added[one.call][-1] for one in stage.leaving if one.call in self._added)
-            self._free[worker] = max(last, *added, 0.0)  # [12]
-        end = self._free[worker]
-        if members.stop == self._microbatches or self._down is not None or self._side_by_side:
-            self._unload(stage, worker, last, end, is_complete=members.stop == self._microbatches)
+            worker.free = max(last, *added, 0.0)  # [12]
+        arrived = self._unload(stage, number, last, is_complete=members.stop == self._microbatches)
+        worker.there, worker.beside = worker.beside, _Occupied(stage.weights, stage.gradients, worker.free, arrived)
         self._slot += 1
-        return end
+        return worker.free
 
-    def _updated(self, stage: _SimulatedStage) -> float:
-        """Return when the stage may begin, given when its weights are updated. [6]"""
-        age = 1 + self._rules.staleness
-        if len(self._published) < age:
-            return 0.0
-        published = self._published[-age]
-        return max((published[layer] - lead for layer, lead in stage.leads.items() if layer in published), default=0.0)
-
-    def _load_sums(self, stage: _SimulatedStage, worker: int) -> float:
-        """Return when the sums of earlier rounds are on the worker. They follow the stage's weights. [7]"""
-        if self._up is None or not stage.resumed:
-            return 0.0
-        start, end = self._up[worker].copy_behind(self._summed, stage.resumed)
-        self._note("upload_weights", worker, stage, -1, start, end)
-        return end
-
-    def _load(self, stage: _SimulatedStage, worker: int, updated: float) -> float:
-        """Return when the first turn may begin, given that its weights arrive layer by layer. [7]"""
-        if self._up is None:
-            return updated
-        arrivals = stage.arrivals
-        ready = self._places_free(stage, worker, max(updated, self._begin))
+    def _load(self, stage: _SimulatedStage, number: int) -> float:
+        """Return when the first turn may begin, given that its weights arrive layer by layer. [6] [7]"""
+        worker, arriving, age = self._workers[number], stage.arriving, 1 + self._rules.staleness
+        published = self._published[-age] if len(self._published) >= age else {}
+        if self._rules.links is None:  # else the upload waits for the updates of all the layers
+            lead = stage.phase != "backward"
+            ready = [published.get(one.layer, 0.0) - (one.before_s if lead else 0.0) for one in arriving]
+            return max(ready, default=0.0)
+        updated = max((published[one.layer] for one in arriving if one.layer in published), default=0.0)
+        ready = worker.places_free(stage, max(updated, self._begin))
         loaded, sent, at = 0.0, 0, 0
-        while at < len(arrivals):  # layers that wait equally long travel as one copy
-            behind = next((later for later in range(at, len(arrivals)) if ready[later] > ready[at]), len(arrivals))
-            size = arrivals[behind - 1][0] - sent
-            start, end = self._up[worker].copy_behind(ready[at], size)
-            self._note("upload_weights", worker, stage, -1, start, end)
+        while at < len(arriving):  # layers that wait equally long travel as one copy
+            behind = next((later for later in range(at, len(arriving)) if ready[later] > ready[at]), len(arriving))
+            size = arriving[behind - 1].come - sent
+            start, end = worker.up.copy_behind(ready[at], size)
+            self._note("upload_weights", number, stage, -1, start, end)
             share = (end - start) / size if size else 0.0
-            loaded = max(loaded, max(start + (come - sent) * share - before for come, before in arrivals[at:behind]))
+            loaded = max(loaded, max(start + (one.come - sent) * share - one.before_s for one in arriving[at:behind]))
             sent, at = sent + size, behind
         return loaded
 
-    def _places_free(self, stage: _SimulatedStage, worker: int, begin: float) -> list[float]:
-        """Return when the place in the arena of each layer of a stage is free, ``begin`` or later. See `memory`. [7]"""
-        there, beside = self._occupied[worker]
-        free, ready = [], max(begin, there.end)
-        for come, _ in stage.arrivals:
-            if come > there.weights:
-                ready = max(ready, there.arrived)
-            if come + beside.nbytes > self._arena[worker]:
-                ready = max(ready, beside.end, beside.arrived)
-            free.append(ready)
-        return free
+    def _unload(self, stage: _SimulatedStage, number: int, last: float, *, is_complete: bool) -> float:
+        """Send gradients to the host behind the last turn, and return when they have arrived. [7]
 
-    def _sums_free(self, stage: _SimulatedStage, worker: int) -> float:
-        """Return when the place in the arena of a stage's gradients is free. [7]"""
-        there, beside = self._occupied[worker]
-        ready = there.arrived if there.nbytes > stage.weights else 0.0
-        if stage.weights + stage.gradients + beside.nbytes > self._arena[worker]:
-            ready = max(ready, beside.arrived)
-        return ready
-
-    def _unload(self, stage: _SimulatedStage, worker: int, last: float, end: float, *, is_complete: bool) -> None:
-        """Send gradients to the host, and free the place in the arena. [7]
-
-        Args:
-            stage: the slot's stage.
-            worker: its worker.
-            last: end of the last turn.
-            end: end of the slot.
-            is_complete: whether the gradients are complete, so that the optimizer gets them.
+        If they are complete, the optimizer gets them.
         """
-        arrived = end
+        arrived = self._workers[number].free
         for gradients in stage.leaving:
             there = last - gradients.before_end_s
             if self._side_by_side:
-                landed, there = self._land(gradients, stage, worker, there)
+                landed, there = self._add(gradients, stage, number, there)
             else:
-                landed = there = self._download(gradients.nbytes, stage, worker, there)
-            if self._down is not None:
-                arrived = max(arrived, landed)
+                landed = there = self._download(gradients.nbytes, stage, number, there)
+            arrived = max(arrived, landed)
             if is_complete:
                 self._arrived[gradients.layer] = max(self._arrived.get(gradients.layer, 0.0), there)
-        self._occupied[worker] = [self._occupied[worker][1], _Occupied(stage.weights, stage.gradients, end, arrived)]
+        return arrived
 
-    def _download(self, nbytes: float, stage: _SimulatedStage, worker: int, ready: float) -> float:
+    def _download(self, nbytes: float, stage: _SimulatedStage, number: int, ready: float) -> float:
         """Return when gradients that may leave at ``ready`` are on the host."""
-        if self._down is None:
-            return ready
-        start, there = self._down[worker].copy_behind(ready, nbytes)
-        self._note("download_gradients", worker, stage, -1, start, there)
+        start, there = self._workers[number].down.copy_behind(ready, nbytes)
+        self._note("download_gradients", number, stage, -1, start, there)
         return there
 
-    def _land(self, gradients: _Leaving, stage: _SimulatedStage, worker: int, ready: float) -> tuple[float, float]:
+    def _add(self, gradients: _Leaving, stage: _SimulatedStage, number: int, ready: float) -> tuple[float, float]:
         """Return when gradients are on the host, and when it has added them to those of microbatches before. [12]"""
         before, added = self._added.get(gradients.call, [0.0] * gradients.parts), []
         nbytes, rate, landed = gradients.nbytes / gradients.parts, self._rules.sums_per_s, ready
         for free in before:
-            landed = self._download(nbytes, stage, worker, max(ready, free))
+            landed = self._download(nbytes, stage, number, max(ready, free))
             added.append(landed if rate is None else self._adding.take(landed, nbytes / rate))
         self._added[gradients.call] = added
         return landed, added[-1]
 
-    def _take_turn(self, stage: _SimulatedStage, worker: int, microbatch: int, loaded: float) -> None:
-        free = self._free[worker]
-        hosted = stage.host_s
-        ready = max(loaded, self._summed - stage.before_gradients_s)
-        if stage.phase == "backward":
-            saved, given = self._inputs(stage, worker, microbatch)
-            behind = 0.0 if self._ahead else given
-            begin = max(free, saved, behind, ready, self._turn_behind(stage)[0])  # [4]
-            self._ran[worker] = max(self._ran[worker], begin) if not stage.carried else self._ran[worker]
-            begin += self._bring(stage, worker, microbatch, begin)
-            recomputed = self._computed(stage, begin, stage.recompute_s)
+    def _take_turn(self, stage: _SimulatedStage, number: int, microbatch: int, loaded: float, summed: float) -> None:
+        """Run a microbatch through a slot, whose weights and place for sums are there at ``loaded`` and ``summed``."""
+        worker, is_backward = self._workers[number], stage.phase == "backward"
+        given = self._given(stage, number, microbatch)
+        beside = self._behind.get(stage.position, (0.0, 0.0)) if self._side_by_side else (0.0, 0.0)  # [12] [13]
+        begin = max(worker.free, loaded, summed - stage.forward_s, beside[0])
+        if is_backward:
+            saved = self._inputs(stage, number, microbatch)
+            begin = max(begin, saved, 0.0 if self._plan.recompute_ahead else given)  # [4]
+            worker.ran = worker.ran if stage.carried else max(worker.ran, begin)
+            begin += self._bring(stage, number, microbatch, begin)
+            recomputed = self._computed(stage, begin, stage.forward_s)
+            self._note("recompute", number, stage, microbatch, recomputed - stage.forward_s, recomputed)
             start = max(recomputed, given)
-            self._note("recompute", worker, stage, microbatch, recomputed - stage.recompute_s, recomputed)
-            self._note("host", worker, stage, microbatch, start, start + hosted)
-            issued = self._interpreter.take(start, stage.backward_issue_s)
-            end = max(start + hosted + stage.compute_s, issued)
-            self._note("backward", worker, stage, microbatch, start + hosted, end)
+            end = max(start + stage.backward_s, self._interpreter.take(start, stage.backward_issue_s))
         else:
-            given = self._given(stage, worker, microbatch)
-            begin = max(free, given, ready, self._turn_behind(stage)[0])  # [3]
-            end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
-            self._ran[worker] = begin
-            end += self._carry(stage, worker, microbatch, begin)
+            begin = max(begin, given)  # [3]
+            end = self._computed(stage, begin, stage.forward_s + stage.backward_s)  # [5]
+            worker.ran = begin
+            end += self._carry(stage, number, microbatch, begin)
             if stage.phase == "fused":
                 end = max(end, self._interpreter.take(begin, stage.backward_issue_s))
-            self._note("host", worker, stage, microbatch, begin, begin + hosted)
-            self._note(stage.phase, worker, stage, microbatch, end - stage.compute_s, end)
-            if stage.phase == "fused":
-                self._loss = max(self._loss, end - stage.behind_loss_s)
-        end = max(end, self._turn_behind(stage)[1])
+                self._loss = max(self._loss, end - stage.backward_s)
+            start = end - stage.forward_s - stage.backward_s
+        self._note(stage.phase, number, stage, microbatch, start, end)
+        worker.free = end = max(end, beside[1])
         self._behind[stage.position] = begin + stage.lag_s, end
-        self._free[worker] = end
-        left = self._give_out(stage, worker, microbatch, end)
-        self._left[microbatch] = left, worker
+        start, left = worker.down.copy_before(end, stage.bytes_out)
+        self._note("download_boundary", number, stage, microbatch, start, left)
+        self._left[microbatch] = left, number
         if stage.phase == "forward":
-            self._saved[microbatch, stage.position] = left, worker
+            self._saved[microbatch, stage.position] = left, number
 
-    def _carry(self, stage: _SimulatedStage, worker: int, microbatch: int, begin: float) -> float:
+    def _carry(self, stage: _SimulatedStage, number: int, microbatch: int, begin: float) -> float:
         """Send the products of a forward turn to the host, and return the seconds that calls wait for it. [14]"""
-        waited = 0.0
+        worker, waited = self._workers[number], 0.0
         for one in stage.carried:
-            if self._down is None:
-                self._products[microbatch, one.call] = 0.0
-                continue
-            before, last = self._going_down[worker]
+            before, last = worker.going_down
             waited = max(waited, before - begin - one.before_s)
             made = begin + one.before_s + waited + one.takes_s
-            start, end = self._down[worker].copy_between(made, one.nbytes)
-            self._note("download_boundary", worker, stage, microbatch, start, end)
-            self._going_down[worker] = last, end
+            start, end = worker.down.copy_between(made, one.nbytes)
+            self._note("download_boundary", number, stage, microbatch, start, end)
+            worker.going_down = last, end
             self._products[microbatch, one.call] = end
         return waited
 
-    def _bring(self, stage: _SimulatedStage, worker: int, microbatch: int, begin: float) -> float:
+    def _bring(self, stage: _SimulatedStage, number: int, microbatch: int, begin: float) -> float:
         """Bring the products of a backward turn while the call before runs, and return how long calls wait. [14]"""
-        waited = 0.0
+        worker, waited = self._workers[number], 0.0
         for one in stage.carried:
-            ready = max(self._ran[worker], self._products.pop((microbatch, one.call)))
-            if self._up is not None:
-                start, ready = self._up[worker].copy_between(ready, one.nbytes)
-                self._note("upload_boundary", worker, stage, microbatch, start, ready)
+            ready = max(worker.ran, self._products.pop((microbatch, one.call)))
+            start, ready = worker.up.copy_between(ready, one.nbytes)
+            self._note("upload_boundary", number, stage, microbatch, start, ready)
             waited = max(waited, ready - begin - one.before_s)
-            self._ran[worker] = begin + one.before_s + waited
+            worker.ran = begin + one.before_s + waited
         return waited
-
-    def _turn_behind(self, stage: _SimulatedStage) -> tuple[float, float]:
-        """Return when a turn may begin and when it may end, behind the microbatch beside it. [12]
-
-        A microbatch on a faster worker stays behind, too. [13]
-        """
-        return self._behind.get(stage.position, (0.0, 0.0)) if self._side_by_side else (0.0, 0.0)
 
     def _computed(self, stage: _SimulatedStage, begin: float, compute_s: float) -> float:
         """Return the end of a forward or a recomputation that begins at ``begin``. [11]"""
         issued = self._interpreter.take(begin, stage.issue_s)
         return issued + compute_s if stage.waits_for_device else max(begin + compute_s, issued)
 
-    def _inputs(self, stage: _SimulatedStage, worker: int, microbatch: int) -> tuple[float, float]:
-        """Return when a backward turn has its saved inputs, and when it has its gradient."""
-        given = self._given(stage, worker, microbatch)
+    def _inputs(self, stage: _SimulatedStage, number: int, microbatch: int) -> float:
+        """Return when a backward turn has its saved inputs."""
         if not stage.first or not stage.trained:
-            return 0.0, given
-        left, where = self._saved[microbatch, self._forward_of[stage.first - 1]]
-        return left + self._hop(where, worker), given
+            return 0.0
+        left, where = self._saved[microbatch, self._plan.stage_of_forward[stage.first - 1]]
+        return left + self._hop(where, number)
 
-    def _given(self, stage: _SimulatedStage, worker: int, microbatch: int) -> float:
+    def _given(self, stage: _SimulatedStage, number: int, microbatch: int) -> float:
         """Return when the outputs of the stage before are on this worker. [3] [9] [10]"""
+        left, where = self._left.get(microbatch, (0.0, number))
         if not stage.position:
-            left, where = max(self._begin, self._left.get(microbatch, (0.0, worker))[0]), worker
-        else:
-            left, where = self._left[microbatch]
-        if self._up is not None and (where != worker or not stage.position):
-            start, end = self._up[worker].copy_before(left, stage.bytes_in)
-            self._note("upload_boundary", worker, stage, microbatch, start, end)
-            left = end
-        return left + self._hop(where, worker)
-
-    def _give_out(self, stage: _SimulatedStage, worker: int, microbatch: int, end: float) -> float:
-        if self._down is None:
-            return end
-        start, there = self._down[worker].copy_before(end, stage.bytes_out)
-        self._note("download_boundary", worker, stage, microbatch, start, there)
-        return there
+            left, where = max(self._begin, left), number
+        if where != number or not stage.position:
+            start, left = self._workers[number].up.copy_before(left, stage.bytes_in)
+            self._note("upload_boundary", number, stage, microbatch, start, left)
+        return left + self._hop(where, number)
 
     def _hop(self, source: int, target: int) -> float:
         return self._rules.host.hop_s if source != target else 0.0
 
-    def _note(self, kind: Kind, worker: int, stage: _SimulatedStage, microbatch: int, start: float, end: float) -> None:
-        if self._records and end > start:
+    def _note(self, kind: Kind, number: int, stage: _SimulatedStage, microbatch: int, start: float, end: float) -> None:
+        if self.events is not None and end > start:
             self.events.append(
-                SimulatedEvent(kind, worker, len(self.ends), self._slot, stage.position, microbatch, start, end)
+                SimulatedEvent(kind, number, len(self.ends), self._slot, stage.position, microbatch, start, end)
             )

@@ -166,7 +166,7 @@ class Hardware:
         if reduced_bytes is not None:  # read where they have landed, and written as the sum
             traffic += reduced_bytes + 4
         updates = UpdateModel(self.optimizer_rate(traffic), blocking=blocking, piece_bytes=PIECE_BYTES)
-        host = HostTime(self.call_s, self.turn_s, self.hop_s, shared=True)
+        host = HostTime(self.call_s, self.turn_s, self.hop_s, ahead=True)
         return Rules(
             staleness=staleness, host=host, links=self.links(), updates=updates, sums_per_s=self.sum_rate,
             network=network,

@@ -32,7 +32,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.planning.costs import Costs, Phase
 from lightning_roundpipe.planning.span import Span
 
 _TEXT = re.compile(
@@ -183,6 +183,14 @@ class Plan:
         Larger rounds come one after another, because a sum of their sums would be rounded otherwise.
         """
         return self.round_microbatches == 1 and min(workers, microbatches) > 1
+
+    def costs_in(self, stage: Stage, costs: Costs, microbatches: int) -> Costs:
+        """Return the costs of calls in ``stage``: a microbatch bears its share of what is unpacked once for the round.
+
+        In a backward stage, a recomputation lacks carried products.
+        """
+        found = costs.unpacked_once(min(self.round_microbatches, microbatches)) if stage.unpacks_once else costs
+        return found.carrying(self.carry) if stage.phase == "backward" else found
 
     def stages(self) -> tuple[Stage, ...]:
         """The slots of a round in their order: forward stages, the fused stage, backward stages."""

@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Literal
 
 import numpy as np
 
-from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, period_of
+from lightning_roundpipe.planning.batch import Floats, PlanShape, Sizes, Timing
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.shapes import PlanShape
 
 _RAMPS = (1.0, 0.6, 0.3)
 """Shortest stage of a pass relative to the longest, if stages grow evenly."""
@@ -50,77 +48,77 @@ def round_choices(microbatches: int, limits: Limits) -> list[int]:
     return sorted({r for r in parts | smallest if lowest <= r}, reverse=True)
 
 
-def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterator[tuple[PlanShape, Sizes]]:
-    """Each shape with its first plans. ``ramps``: also passes whose stages grow (forward) and shrink (backward).
+def seeds(timing: Timing, limits: Limits) -> Iterator[tuple[PlanShape, Sizes]]:
+    """Each shape with its first plans. With staleness 0, there are passes whose stages grow (forward) and shrink.
 
-    Shapes of few stages come first, or with ramps some of every kind first: there is not always time for all. With
+    Shapes of few stages come first, with such passes some of every kind: there is not always time for all. With
     unequal workers there are as many stages as let each of them come to one kind of worker, and its length is for that.
     """
+    pace, ramps = timing.pace, not timing.staleness
     calls = len(pace.forward) - 1
     most = min(limits.max_fused + 1, calls)
-    rounds = round_choices(microbatches, limits)
+    rounds = round_choices(timing.microbatches, limits)
     if most == calls:
         for members in rounds:
             yield PlanShape(0, 0, members), np.array([[calls]])
-    if calls == 1:
-        return
     both = pace.recompute + pace.backward
-    fused = [count + 1 for count in _spread(0, min(most, calls - 1) - 1)]
-
-    shares = _shares(pace, limits)
-    period = math.lcm(*(period_of(one) for one in shares))
+    fused = [count + 1 for count in _spread(0, min(most, calls - 1) - 1)] if calls > 1 else []
+    shares = _shares(timing, limits)
+    period = math.lcm(*map(_period, shares))
 
     @cache
-    def dealt(phase: Literal["forward", "backward"], rest: int, stages: int, ramps: bool, position: int) -> Sizes:
+    def dealt(is_forward: bool, rest: int, stages: int, grow: bool, position: int) -> Sizes:
         """Calls per stage of a pass whose first stage is at ``position``, modulo the period."""
-        elapsed = (pace.forward if phase == "forward" else both)[: rest + 1]
-        kinds = _weights(stages) if ramps else [np.ones(stages)]
-        for_workers = [
-            np.array([share[(position + stage) % len(share)] for stage in range(stages)]) for share in shares
-        ]
-        if for_workers:
-            kinds = [
-                weights * (share if phase == "forward" else share[::-1]) for share in for_workers for weights in kinds
-            ]
-        sizes = deal(elapsed, np.array(kinds), alike=not for_workers)
-        sizes = sizes[sorted({row.tobytes(): number for number, row in reversed([*enumerate(sizes)])}.values())]
-        return sizes if phase == "forward" else sizes[:, ::-1]
+        elapsed = (pace.forward if is_forward else both)[: rest + 1]
+        kinds = _weights(stages) if grow else [np.ones(stages)]
+        if shares:
+            order = slice(None) if is_forward else slice(None, None, -1)
+            each = [np.take(share, np.arange(position, position + stages), mode="wrap")[order] for share in shares]
+            kinds = [weights * share for share in each for weights in kinds]
+        sizes = np.unique(deal(elapsed, np.array(kinds), alike=not shares), axis=0)
+        return sizes if is_forward else sizes[:, ::-1]
 
     counts = _counts(calls)
     shapes = sorted(((f, b) for f in counts for b in counts), key=sum)
     if ramps:
         shapes = [shape for begin in (0, 2, 1, 3) for shape in shapes[begin::4]]
     for forward, backward in shapes:
-        if (forward + 1 + backward) % period:
-            continue
-        mean = max(pace.forward[-1] / forward, both[-1] / backward)
-        if min(pace.forward[-1] / forward, both[-1] / backward) < mean * _ALIKE:
+        means = pace.forward[-1] / forward, both[-1] / backward
+        if (forward + 1 + backward) % period or min(means) < max(means) * _ALIKE:
             continue
         for members in rounds:
             grow = ramps and members == rounds[0]
             rows = [
                 _with_each(
-                    dealt("forward", calls - held, forward, grow, 0),
+                    dealt(True, calls - held, forward, grow, 0),
                     held,
-                    dealt("backward", calls - held, backward, grow, (forward + 1) % period),
+                    dealt(False, calls - held, backward, grow, (forward + 1) % period),
                 )
                 for held in fused
                 if max(forward, backward) <= calls - held
-                and (held == 1 or pace.fused[-1] - pace.fused[-1 - held] <= _FUSED * mean)
+                and (held == 1 or pace.fused[-1] - pace.fused[-1 - held] <= _FUSED * max(means))
             ]
             if rows:
                 yield PlanShape(forward, backward, members), np.concatenate(rows)
 
 
-def _shares(pace: Pace, limits: Limits) -> list[list[float]]:
+def _shares(timing: Timing, limits: Limits) -> list[list[float]]:
     """Return shares of the work of unequal workers: by speed, by memory, and by the lesser of both."""
-    shares = [pace.speeds()] if pace.of_workers else []
+    shares = []
+    if any(one is not timing.each[0] for one in timing.each):
+        shares.append([timing.pace.fused[-1] / one.fused[-1] if one.fused[-1] else 1.0 for one in timing.each])
     if isinstance(limits.memory, tuple):
         mean = sum(limits.memory) / len(limits.memory)
         shares.append([memory / mean for memory in limits.memory])
     if len(shares) == 2:
-        shares.append([min(pair) for pair in zip(*shares, strict=True)])
+        shares.append([*map(min, *shares)])
     return shares
+
+
+def _period(shares: list[float]) -> int:
+    """Return the period of workers: 2 for fast, slow, fast, slow."""
+    whole = len(shares)
+    return next(n for n in range(1, whole + 1) if whole % n == 0 and shares == shares[:n] * (whole // n))
 
 
 def _weights(stages: int) -> list[Floats]:

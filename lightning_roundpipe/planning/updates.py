@@ -25,8 +25,8 @@ class UpdateModel:
         bytes_per_s: bytes of gradients that it updates per second.
         clipping: whether it needs the norm of all gradients first.
         blocking: whether it begins after the whole backward, and the next step begins after it.
-        piece_bytes: bytes of a piece of a larger layer, which is updated while the next piece arrives; None: a layer is
-            updated when all of its gradients are there.
+        piece_bytes: bytes of a piece of a larger layer, which is updated while the next piece arrives; infinite: a
+            layer is updated when all of its gradients are there.
 
     Raises:
         ValueError: a number is not more than 0.
@@ -35,19 +35,21 @@ class UpdateModel:
     bytes_per_s: float
     clipping: bool = False
     blocking: bool = False
-    piece_bytes: float | None = None
+    piece_bytes: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.piece_bytes is not None and not self.piece_bytes > 0:
-            raise ValueError(f"piece_bytes={self.piece_bytes!r} must be more than 0 bytes of gradients.")
-        if not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s={self.bytes_per_s!r} must be more than 0 bytes of gradients a second.")
+        for name, what in (("bytes_per_s", "bytes of gradients a second"), ("piece_bytes", "bytes of gradients")):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0 {what}.")
+
+    @property
+    def together(self) -> bool:
+        """Whether updates wait for all gradients."""
+        return self.clipping or self.blocking
 
     def parts_of(self, nbytes: int) -> int:
         """Return in how many parts ``nbytes`` of gradients travel (`memory.grad_buffers.STREAMED`)."""
-        if self.piece_bytes is None or nbytes < 2 * self.piece_bytes:
-            return 1
-        return math.ceil(nbytes / self.piece_bytes)
+        return 1 if nbytes < 2 * self.piece_bytes else math.ceil(nbytes / self.piece_bytes)
 
 
 class Updating:
@@ -56,15 +58,14 @@ class Updating:
     Args:
         updates: rate and rules; None: updates take no time.
         costs: costs of the calls.
-        links: links of gradients and weights; None: copies take no time.
+        links: links of gradients and weights.
 
     Attributes:
         free: end of the last update.
     """
 
-    def __init__(self, updates: UpdateModel | None, costs: Costs, links: Links | None = None) -> None:
-        self._updates = updates
-        self._links = links
+    def __init__(self, updates: UpdateModel | None, costs: Costs, links: Links) -> None:
+        self._updates, self._links = updates, links
         self.free = 0.0
         self._sizes: dict[str, int] = {}
         self._travels: dict[str, int] = {}
@@ -85,9 +86,12 @@ class Updating:
         """
         if self._updates is None:
             return [(layer, ready, ready) for layer, ready in arrived.items()]
-        together = self._updates.clipping or self._updates.blocking
-        last = max(arrived.values(), default=0.0)
-        comes = {layer: last if together else at - self._lead_s(layer) for layer, at in arrived.items()}
+        rate, piece = self._updates.bytes_per_s, self._updates.piece_bytes
+        if self._updates.together:
+            comes = dict.fromkeys(arrived, max(arrived.values(), default=0.0))
+        else:  # a layer is begun when its first piece is there
+            leads = {layer: max(0.0, self._travels[layer] - piece) / self._links.download for layer in arrived}
+            comes = {layer: at - leads[layer] for layer, at in arrived.items()}
         coming = sorted(comes, key=lambda layer: comes[layer], reverse=True)
         there: list[tuple[int, str]] = []
         rows = []
@@ -98,28 +102,24 @@ class Updating:
                 layer = coming.pop()
                 heapq.heappush(there, (self._turns[layer], layer))
             _, layer = heapq.heappop(there)
-            start, rate = self.free, self._updates.bytes_per_s
-            last_piece = min(self._sizes[layer], self._updates.piece_bytes or self._sizes[layer]) / rate
-            self.free = max(start + self._sizes[layer] / rate, arrived[layer] + last_piece)
+            start, size = self.free, self._sizes[layer]
+            self.free = max(start + size / rate, arrived[layer] + min(size, piece) / rate)
             rows.append((layer, start, self.free))
         return rows
 
-    def _lead_s(self, layer: str) -> float:
-        """Return the seconds between the arrival of a layer's first piece and of its last."""
-        if self._updates is None or self._updates.piece_bytes is None or self._links is None:
-            return 0.0
-        return max(0.0, self._travels[layer] - self._updates.piece_bytes) / self._links.download
-
     def published(self, rows: list[tuple[str, float, float]]) -> dict[str, float]:
-        """Return when the next step may begin to upload each layer, given the rows of `step`."""
-        if self._updates is not None and self._updates.blocking:
-            return dict.fromkeys((layer for layer, *_ in rows), max((end for *_, end in rows), default=0.0))
-        return {layer: self._readable(layer, start, end) for layer, start, end in rows}
+        """Return when the next step may begin to upload each layer, given the rows of `step`.
 
-    def _readable(self, layer: str, start: float, end: float) -> float:
-        """Return when an upload may begin that reaches no part of the weights before its update."""
-        piece, size = self._updates and self._updates.piece_bytes, self._sizes[layer]
-        if self._updates is None or self._updates.clipping or self._links is None or not piece or piece >= size:
-            return end
-        others = self._weights[layer] * (1 - piece / size)
-        return max(start + piece / self._updates.bytes_per_s, end - others / self._links.upload)
+        An upload may begin as soon as it reaches no part of the weights before its update.
+        """
+        if self._updates is None:
+            return {layer: end for layer, _, end in rows}
+        if self._updates.blocking:
+            return dict.fromkeys((layer for layer, *_ in rows), max((end for *_, end in rows), default=0.0))
+        rate, piece, found = self._updates.bytes_per_s, self._updates.piece_bytes, {}
+        for layer, start, end in rows:
+            found[layer] = end
+            if not self._updates.clipping and piece < self._sizes[layer]:
+                others_s = self._weights[layer] * (1 - piece / self._sizes[layer]) / self._links.upload
+                found[layer] = max(start + piece / rate, end - others_s)
+        return found

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.host_time import SharedSeconds
 from lightning_roundpipe.planning.pipeline import run_steps
-from lightning_roundpipe.planning.shared_seconds import SharedSeconds
 
 
 def test_what_is_taken_is_not_taken_again() -> None:

@@ -10,11 +10,10 @@ from planning.making import call, even
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.memory import (
     Parameters,
-    TooSmall,
     device_bytes,
     host_items,
-    partition_within,
 )
+from lightning_roundpipe.planning.partition import TooSmall, partition_within
 
 
 def test_counted_by_hand() -> None:

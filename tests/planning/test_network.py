@@ -30,7 +30,7 @@ def costs_of(*gradients: int) -> Costs:
 def test_a_step_of_two_layers_by_hand() -> None:
     """Two machines with 10 MB/s: half of all bytes crosses. Each layer has 20 MB of gradients and 10 MB of weights."""
     network = Network(2, 10 * MB, weight_share=0.5)
-    exchange = Exchange(network, costs_of(20 * MB, 20 * MB), rate=10 * MB)
+    exchange = Exchange(network, costs_of(20 * MB, 20 * MB), updates=UpdateModel(10 * MB))
     published = exchange.step({"layers.1": 3.0, "layers.0": 3.5})
     # layers.1 is reduced 3.0 to 4.0 and updated until 6.0; layers.0 4.0 to 5.0, updated by the other machine until 7.0.
     assert published == {"layers.1": 6.5, "layers.0": 7.5}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, Span, greedy_partition
-from lightning_roundpipe.planning.memory import device_bytes, partition_within
-from lightning_roundpipe.planning.partition import pipeline_length
+from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.partition import partition_within, pipeline_length
 
 
 def longest_s(plan: Plan, costs: Costs) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,13 +10,13 @@ from hypothesis import strategies as st
 from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import Costs, Plan, pipeline
+from lightning_roundpipe.planning.batch import PlanShape, plan_of
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import arena_bytes, device_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps
-from lightning_roundpipe.planning.shapes import PlanShape, plan_of
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 TWO = Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
@@ -47,10 +48,10 @@ def test_counted_by_hand() -> None:
 
 
 def test_host_time() -> None:
-    """Half a second a call, a quarter a turn: 0.75 forward, 1.25 fused (a call and its backward), 0.75 backward."""
-    host = HostTime(call_s=0.5, turn_s=0.25)
+    """Two seconds a call, one a turn: the interpreter takes 3, 5 (a fused call and its backward), and 3."""
+    host = HostTime(call_s=2.0, turn_s=1.0)
     run = run_steps(Plan.parse("forward 0; fused 1; backward 0; round 1"), even(2), 1, 1, Rules(host=host))
-    assert run.makespan_s == 1.75 + 4.25 + 3.75
+    assert run.makespan_s == 3 + 5 + 3 + 2, "and the last backward follows"
     with pytest.raises(ValueError, match="hop_s=-1"):
         HostTime(hop_s=-1)
 
@@ -114,7 +115,7 @@ def machines(draw: st.DrawFn, workers: int) -> Rules:
     updates = draw(
         st.one_of(
             st.none(),
-            st.builds(UpdateModel, rate, st.booleans(), st.sampled_from([None, 1.0, 30.0])),
+            st.builds(UpdateModel, rate, st.booleans(), piece_bytes=st.sampled_from([math.inf, 1.0, 30.0])),
         )
     )
     network = draw(st.one_of(st.none(), st.builds(Network, st.integers(2, 3), rate, st.sampled_from([0.5, 1.0]))))
@@ -223,7 +224,7 @@ def test_an_update_holds_the_next_step_up() -> None:
 def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
     """A slow update of the head keeps layers 2, 1 and 0 waiting, which arrive in this order."""
     costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(3)), call("head", gradients=20)))
-    updating = Updating(UpdateModel(1.0), costs)
+    updating = Updating(UpdateModel(1.0), costs, Links(1.0, 1.0))
     rows = updating.step({"head": 0.0, "layers.2": 5.0, "layers.1": 6.0, "layers.0": 7.0})
     assert rows == [("head", 0, 20), ("layers.0", 20, 22), ("layers.1", 22, 24), ("layers.2", 24, 26)]
     assert updating.published(rows)["layers.1"] == 24
