@@ -80,9 +80,7 @@ class Liveness:
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self.failure: str | None = None
-        self._failed_at = 0.0
         self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
-        self._others = [other for other in range(len(names)) if other != rank]
         self._waits = _Waits()
         self._run, self._told = 0, False
         """The number of the run, and whether its main thread knows of a failure."""
@@ -95,6 +93,10 @@ class Liveness:
         self._beats: tuple[dict[int, dict[str, Any]], float] = {}, 0.0
         """The last messages of the others, and when the store answered."""
         self._threads: list[threading.Thread] = []
+
+    @property
+    def _others(self) -> list[int]:
+        return [other for other in range(len(self._names)) if other != self._rank]
 
     def name_of(self, rank: int) -> str:
         return f"machine {rank} ({self._names[rank]})"
@@ -204,7 +206,7 @@ class Liveness:
         return f"{self.name_of(0) if self._rank else 'this machine'}, which keeps the job's store,"
 
     def _watch(self) -> None:
-        seen = self._seen
+        seen, knows = self._seen, float("inf")
         seen.update({other: (0, time.monotonic()) for other in self._others})
         while not self._over.is_set():
             (beats, answered), now = self._beats, time.monotonic()
@@ -221,7 +223,8 @@ class Liveness:
                         "(machine_timeout says how long to wait)."
                     )
             self._look_for_stuck(beats)
-            if self.failure is not None and not self._told and now - self._failed_at > self._timeout / 2:  # [5]
+            knows = min(knows, now) if self.failure is not None else knows
+            if not self._told and now - knows > self._timeout / 2:  # [5]
                 sys.stderr.write(f"{PREFIX}{self.failure} The process ends, as it cannot go on.\n")
                 sys.stderr.flush()
                 self._leave(EXIT)
@@ -283,7 +286,7 @@ class Liveness:
 
     def _fail(self, text: str) -> MachineError:
         if self.failure is None:
-            self.failure, self._failed_at = text, time.monotonic()
+            self.failure = text
         return MachineError(self.failure)
 
 
