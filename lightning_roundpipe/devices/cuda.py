@@ -154,8 +154,7 @@ class CudaDevice(Device):
     def capacity(self) -> int | None:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         usable = free + torch.cuda.memory_reserved(self.torch_device)
-        # torch refuses allocations beyond `set_per_process_memory_fraction`. Before 2.7 the fraction cannot be read.
-        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.torch_device)
+        share = torch.cuda.get_per_process_memory_fraction(self.torch_device)  # torch refuses allocations beyond
         return min(usable, int(share * total)) // self._sharers
 
     def library_bytes(self) -> int:
