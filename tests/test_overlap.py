@@ -109,7 +109,7 @@ class Gated(pl.LightningModule):
 
 
 class AtTheEnd(pl.Callback):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, act: Callable[[int], None]) -> None:
         self._act = act
@@ -307,7 +307,7 @@ def test_layers_that_draw_do_not_go_on_alone(draws: bool) -> None:
     on_its_way: list[bool] = []
 
     class Looking(pl.Callback):
-        roundpipe_looks_away = True
+        roundpipe_passive_hooks = True
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             on_its_way.append(trainer.strategy._engine._step_in_flight is not None)
