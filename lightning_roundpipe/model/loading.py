@@ -128,12 +128,12 @@ def from_package(
             raise ValueError(f"{setting}: {path} is not a GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
     parsing_once = _parsing_once()
-    with _reading(path, setting, remedy), parsing_once():
+    with reading(path, setting, remedy), parsing_once():
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
 
     def load() -> PreTrainedModel:
-        with _reading(path, setting, remedy), parsing_once():
+        with reading(path, setting, remedy), parsing_once():
             model = _whole_model(folder, gguf_file=name, config=config, **_unpacked())
         _forget_quantisation(model)
         return form.packed(model)
@@ -245,10 +245,10 @@ def from_name(
         return _from_files(path, setting, form, config)
     if weights == RANDOM:
         stretch(config, rope)
-        reading = _reading(path, setting, _AGAIN)
-        with _reading(path, setting, _AGAIN):
+        with reading(path, setting):
             tokenizer = _tokenizer(path)
-        return Pretrained(config, tokenizer, f"a random {name}", reading(lambda: form.random(config)))
+        draw = reading(path, setting)(lambda: form.random(config))
+        return Pretrained(config, tokenizer, f"a random {name}", draw)
     setting = f"model.weights={str(weights)!r}"
     found = _from_files(_find(str(weights), setting, weights=True), setting, form, config, given=True)
     return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
@@ -273,7 +273,7 @@ def _find(text: str, setting: str, *, weights: bool) -> Path:
 def _configuration(path: Path, setting: str) -> PretrainedConfig:
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{setting} holds no config.json. Name the folder that save_pretrained() wrote.")
-    with _reading(path, setting, _AGAIN):
+    with reading(path, setting):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
         return config
 
@@ -294,17 +294,17 @@ def _refuse_other_shape(
 def _from_files(path: Path, setting: str, form: _Form, config: PretrainedConfig, *, given: bool = False) -> Pretrained:
     """Return the model in a folder. ``given``: whether ``config`` is to be read with, and not the folder's own."""
     stretch(config, form.rope)
-    with _reading(path, setting, _AGAIN):
+    with reading(path, setting):
         files = weight_files(path)
     for file, names in files.items():
-        with _reading(file, setting, _AGAIN):
+        with reading(file, setting):
             check_file(file, names)
-    with _reading(path, setting, _AGAIN):
+    with reading(path, setting):
         tokenizer = _tokenizer(path)
     options: dict[str, Any] = {"config": config} if given or form.rope is not None else {}
     if quantize.stored_quantization(config, setting, form.quantization) or form.quantization:
         options |= {"quantization": form.quantization, "double_quantization": form.double_quantization}
-    load = _reading(path, setting, _AGAIN)(lambda: _whole_model(path, dtype=form.dtype, **options))
+    load = reading(path, setting)(lambda: _whole_model(path, dtype=form.dtype, **options))
     return Pretrained(config, tokenizer, str(path), load, path)
 
 
@@ -392,7 +392,7 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
+def reading(path: Path, setting: str, remedy: str = _AGAIN) -> Iterator[None]:
     """Hide Hugging Face's progress bars, and turn errors about a broken file into one with a remedy."""
     try:
         with quantize.without_progress_bars():
@@ -402,5 +402,5 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "a folder"
         raise ValueError(
-            f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}"
+            f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}."
         ) from error
