@@ -147,7 +147,7 @@ class FaultyOptimizer(torch.optim.SGD):
 
 
 class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def step(self, *args: Any) -> None:
         PLANTED("scheduler")
@@ -183,7 +183,7 @@ class FaultyModule(pl.LightningModule):
 class PlantAt(pl.Callback):
     """Plants a fault when training batch ``batch`` starts, and only once."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, batch: int, *planted: Any) -> None:
         self.batch, self.planted = batch, planted

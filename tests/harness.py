@@ -135,7 +135,7 @@ class MemoryLogger(Logger):
 class Watch(pl.Callback):
     """Copies losses while training goes on."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -160,7 +160,7 @@ class WatchGradients(pl.Callback):
 class SaveAt(pl.Callback):
     """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
 
-    roundpipe_looks_away = True  # saving waits for updates by itself
+    roundpipe_passive_hooks = True  # saving waits for updates by itself
 
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
@@ -173,7 +173,7 @@ class SaveAt(pl.Callback):
 class SaveAfter(pl.Callback):
     """Writes a checkpoint after ``batches`` batches of training."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, batches: int, path: Path) -> None:
         self.batches, self.path = batches, path

@@ -69,7 +69,7 @@ def with_optimizer(module: Any, name: str) -> Any:
 
 
 class Losses(pl.Callback):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -81,7 +81,7 @@ class Losses(pl.Callback):
 class Late(pl.Callback):
     """Sleeps in the backward of the second batch's second microbatch, when all losses are known."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, seconds: float, module: torch.nn.Module) -> None:
         self.seconds, self.batch, self.calls = seconds, 0, 0
@@ -323,7 +323,7 @@ def lightning(folder: Path) -> dict[str, Any]:
 class Dies(pl.Callback):
     """Ends the second machine's process in the second epoch, unless torchrun has started it again."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if (RANK, trainer.current_epoch, batch_idx) == (1, 1, 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

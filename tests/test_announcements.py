@@ -116,7 +116,7 @@ def test_the_strategy_prints_its_settings_devices_state_and_plan() -> None:
     seen: list[str] = []
 
     class Prints(pl.Callback):
-        roundpipe_looks_away = True
+        roundpipe_passive_hooks = True
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             seen.append(str(trainer.strategy))

@@ -91,19 +91,21 @@ def test_what_fits_the_hosts_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -
     assert [host_memory.worth_copying(10**18, pin) for pin in ("on", "off")] == [True, False]
 
 
-def test_a_jobs_limit_counts(tmp_path: Path) -> None:
+def test_a_jobs_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler's, say: of a control group that the process is in, or one around it."""
     mine, step = tmp_path / "mine", tmp_path / "slurm" / "job" / "step"
+    monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "_MINE", mine)
     step.mkdir(parents=True)
     mine.write_text("0::/slurm/job/step\n")
     for group, limit in ((step, "max"), (step.parent, "9000")):
         (group / "memory.current").write_text("5000\n")
         (group / "memory.stat").write_text("inactive_file 700\n")
         (group / "memory.max").write_text(f"{limit}\n")
-    assert host_memory.free_bytes(tmp_path, mine) == 4700
+    assert host_memory.free_bytes() == 4700
     (step / "memory.max").write_text("4000\n")
-    assert host_memory.free_bytes(tmp_path, mine) == 0, "less than is in use"
-    assert host_memory.total_bytes(tmp_path, mine) == 4000
+    assert host_memory.free_bytes() == 0, "less than is in use"
+    assert host_memory.total_bytes() == 4000
 
 
 # -- when nothing fits -------------------------------------------------------------------------------------------------

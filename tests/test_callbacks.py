@@ -293,7 +293,7 @@ class Shown(zoo.PlainClassifier):
 class ReadsTheBar(pl.Callback):
     """What the progress bar shows after each batch."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.shown: list[Any] = []

@@ -168,7 +168,7 @@ class Within(pl.Callback):
     """Does something in the hook ``at`` of batch ``batch``, between its loss and the end of its optimizer step."""
 
     def __init__(self, at: str, batch: int, action: Callable[[pl.Trainer], None]) -> None:
-        self.roundpipe_looks_away = True
+        self.roundpipe_passive_hooks = True
         self.batch, self.action = batch, action
         setattr(self, at, self.act)
 
@@ -201,7 +201,7 @@ def test_state_that_is_read_within_a_batch_changes_nothing(at: str, windows: int
 class HandlesSignals(pl.Callback):
     """Reads weights and saves in the handler of a signal. ``batch`` is the number of the batch."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, path: Path) -> None:
         self.path, self.saved, self.batch = path, list[int](), -1

@@ -58,7 +58,7 @@ class Module(pl.LightningModule):
 class Counting(pl.Callback):
     """A backend that counts the graphs it is given, forward and backward, and how many there were after each step."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.forward = self.backward = 0
@@ -130,7 +130,7 @@ def test_evaluation_runs_compiled_too() -> None:
 class Arenas(pl.Callback):
     """The memory that workers hold in a step."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         workers: list[Any] = trainer.strategy._engine.context.pool.workers

@@ -50,7 +50,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, 3 * 2**30))
     monkeypatch.setattr(hardware_probes, "make_devices", make)
     yield names
-    assert all(device._closed for device in made)
+    assert all(device._switch.closed for device in made)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ class WarmUp(zoo.PlainClassifier):
 class WarmUpAhead(WarmUp):
     """Sets the rate of the step before it; and says that it looks at nothing, so that the optimizer steps apart."""
 
-    roundpipe_looks_away = ("optimizer_step",)
+    roundpipe_passive_hooks = ("optimizer_step",)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:

@@ -99,7 +99,7 @@ LATE: list[Register] = [
 class Later(pl.Callback):
     """Registers something between batches."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, register: Register, at: int) -> None:
         self.register, self.at = register, at

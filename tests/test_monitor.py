@@ -41,7 +41,7 @@ def trained() -> tuple[RoundPipeMonitor, MemoryLogger, dict[str, Any]]:
 class Updated(pl.Callback):
     """Waits at the end of a batch for the update of the step before, so that the monitor finds how long that took."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx:
@@ -49,7 +49,7 @@ class Updated(pl.Callback):
 
 
 class Tokens(pl.LightningModule):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class FilledInStep(zoo.PlainClassifier):
 
 
 class FilledBetween(zoo.PlainClassifier):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.model.blocks[1].scale.mul_(1.2)  # type: ignore[union-attr, index, operator]
@@ -51,7 +51,7 @@ class FilledBetween(zoo.PlainClassifier):
 class DataBetween(zoo.PlainClassifier):
     """Writes as code of averaged models does, which increments no version."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.model.blocks[0].scale.data.mul_(1.2)  # type: ignore[union-attr, index, operator]
@@ -60,7 +60,7 @@ class DataBetween(zoo.PlainClassifier):
 
 
 class ReplacedBetween(zoo.PlainClassifier):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for block in self.model.blocks:  # type: ignore[union-attr]

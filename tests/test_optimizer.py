@@ -75,7 +75,7 @@ def is_apart(strategy: Any) -> bool:
 class Apart(pl.Callback):
     """Whether the optimizer was stepped on its own thread, and never waited for at the end of a batch."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.seen: set[bool] = set()
@@ -225,7 +225,7 @@ class late_updates:
 class Norms(pl.Callback):
     """Looks at the optimizer's state, and then at weights, at the end of each batch."""
 
-    roundpipe_looks_away = True  # not quite: it asks for state dicts, which wait by themselves
+    roundpipe_passive_hooks = True  # not quite: it asks for state dicts, which wait by themselves
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, int]] = []

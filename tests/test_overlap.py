@@ -110,7 +110,7 @@ class Gated(pl.LightningModule):
 
 
 class AtTheEnd(pl.Callback):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, act: Callable[[int], None]) -> None:
         self._act = act
@@ -305,7 +305,7 @@ class Dropping(Layer):
 class Looking(pl.Callback):
     """Finds state of the process between steps, and changes it."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.on_its_way: list[bool] = []

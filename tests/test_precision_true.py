@@ -148,7 +148,7 @@ class Parts(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         SEEN.add(("between steps", (torch.get_default_dtype(), batch["x"].dtype)))
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def targets(self, batch: dict[str, Tensor]) -> int:
         return len(batch["x"])

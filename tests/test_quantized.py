@@ -132,7 +132,7 @@ def with_experts(name: str) -> Task:
         **kinds[name],
     )  # fmt: skip
     torch.manual_seed(0)
-    model = quantize.from_config(config, "nf4", dtype=torch.float32)
+    model = quantize.quantize(AutoModelForCausalLM.from_config(config, dtype=torch.float32), "nf4")
     targets = [f"{kind}_proj" for kind in "qkvo"]
     torch.manual_seed(1)
     return Task(get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))).train()

@@ -113,7 +113,7 @@ def test_checkpoints_inside_layers_drop_what_they_dropped() -> None:
 class Drawing(pl.Callback):
     """Draws from all three global generators between steps, as augmentations and samplers do."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.drawn: list[tuple[float, float, float]] = []

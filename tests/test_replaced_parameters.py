@@ -104,7 +104,7 @@ class At(pl.Callback):
 
     def __init__(self, hook: str, change: Change, *, looks: bool = True) -> None:
         self.calls = 0
-        self.roundpipe_looks_away = not looks
+        self.roundpipe_passive_hooks = not looks
         setattr(self, hook, functools.partial(self.called, change))
 
     def called(self, change: Change, trainer: pl.Trainer, module: Any, *args: Any) -> None:

@@ -272,7 +272,7 @@ class Writing(pl.Callback):
 
 
 class Freezing(pl.Callback):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         pl_module.blocks[1].requires_grad_(batch_idx not in (2, 3))

@@ -75,7 +75,7 @@ class Block(nn.Module):
 class Slow(pl.LightningModule):
     """Blocks of equal length."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         super().__init__()

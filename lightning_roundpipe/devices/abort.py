@@ -16,20 +16,32 @@ from lightning_roundpipe.devices.waiter import Waiter
 
 
 class AbortSwitch:
-    """The abort switch of one device. ``why`` is ``None`` until it is thrown, then the reason for the error message."""
+    """The abort switch of one device.
+
+    Attributes:
+        why: None until the switch is thrown, then the reason for the error message.
+        closed: whether the switch stays thrown.
+    """
 
     def __init__(self, device: str) -> None:
         self.why: str | None = None
+        self.closed = False
         self._device = device
         self._lock = threading.Lock()
         self._waiters: set[Waiter] = set()
 
     def throw(self, why: str) -> None:
-        """Wake all present waiters, and let later ones return at once."""
+        """Wake all present waiters, and let later ones return at once. Nothing changes on a closed device."""
         with self._lock:
-            self.why = why
+            if not self.closed:
+                self.why = why
             for waiter in self._waiters:
                 waiter.wake()
+
+    def close(self) -> None:
+        """Throw the switch for good."""
+        self.throw("closed")
+        self.closed = True
 
     def clear(self) -> None:
         """Take the switch back, so that waits block again."""

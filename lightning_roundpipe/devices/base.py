@@ -22,6 +22,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.devices.abort import AbortSwitch
+
 _NOTHING = nullcontext()
 POISON = 0xFF
 """The byte that overwrites freed buffers. Two or four of them are a NaN in bf16, fp16 and fp32."""
@@ -112,6 +114,18 @@ class Stream(ABC):
         """Block until all work enqueued so far is done."""
         self.record().wait()
 
+    def drop_finished(self) -> None:
+        """Release the tensors that are kept for work that is done by now."""
+        return
+
+    def settle(self) -> None:
+        """Wait for all work, even after an abort, and clear the stream's error. The abort switch must be thrown."""
+        return
+
+    def join(self) -> None:
+        """End the stream's thread, if it has one, once its work is done. The abort switch must be thrown."""
+        return
+
 
 class Device(ABC):
     """One worker's device: six streams, memory, and the random generator of the layers that run on it.
@@ -125,16 +139,6 @@ class Device(ABC):
     the host go up on ``arrivals_up``, so that those that are there do not wait behind them.
     """
 
-    index: int
-    """The worker's number. Two workers may share one GPU."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the hardware. Devices of one kind are equally fast, as all emulated ones are."""
-        return ""
-
-    torch_device: torch.device
-    """Where torch allocates this device's tensors."""
     compute: Stream
     weights_up: Stream
     activations_up: Stream
@@ -147,6 +151,20 @@ class Device(ABC):
     """How many bytes of calls the host may enqueue ahead of the device, memory permitting."""
     backward_needs_interpreter: bool
     """Whether autograd runs backward on the thread that calls it, as on the host, and not on one of its own."""
+
+    def __init__(self, index: int, torch_device: torch.device) -> None:
+        self.index = index
+        """The worker's number. Two workers may share one GPU."""
+        self.torch_device = torch_device
+        """Where torch allocates this device's tensors."""
+        self._switch = AbortSwitch(f"Device {index}")
+        self._arenas: dict[int, tuple[Tensor, str]] = {}
+        """Arenas, with their purposes, by the keys of their storages."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the hardware. Devices of one kind are equally fast, as all emulated ones are."""
+        return ""
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -170,7 +188,10 @@ class Device(ABC):
             DeviceOutOfMemory: it does not fit.
         """
 
-    @abstractmethod
+    def _add_arena(self, arena: Tensor, purpose: str) -> Tensor:
+        self._arenas[arena.untyped_storage()._cdata] = arena, purpose
+        return arena
+
     def free(self, buffer: Tensor) -> None:
         """Free an arena. Work that uses it must be done.
 
@@ -180,6 +201,18 @@ class Device(ABC):
         Raises:
             ValueError: this device did not allocate it, or freed it already.
         """
+        key = buffer.untyped_storage()._cdata
+        arena, purpose = self._arenas.get(key, (None, ""))
+        if arena is not buffer:
+            raise ValueError(
+                f"this tensor of {buffer.numel()} elements is not an arena of device {self.index}, or not any more."
+            )
+        del self._arenas[key]
+        self._freed(arena, purpose)
+
+    @abstractmethod
+    def _freed(self, arena: Tensor, purpose: str) -> None:
+        """Do what there is to do when an arena is freed."""
 
     @abstractmethod
     def host_buffer(self, nbytes: int) -> Tensor:
@@ -230,7 +263,8 @@ class Device(ABC):
         Each stream does so by itself, but only at its next call. After the last download of a forward pass, that may be
         in the next step.
         """
-        return
+        for stream in self.streams:
+            stream.drop_finished()
 
     def named(self, *name: object) -> AbstractContextManager[None] | None:
         """Return the context that marks the work enqueued inside for a profiler; None if there is none.
@@ -344,20 +378,24 @@ class Device(ABC):
     def activate(self) -> AbstractContextManager[None]:
         """Make this the calling thread's current device, and ``compute`` its current stream."""
 
-    @abstractmethod
     def abort(self) -> None:
         """Make all present and future waits and stream calls raise ``StreamAborted`` until ``reset()``.
 
         Any thread may call it. Queued work is dropped where possible, so the content of buffers is undefined
         afterwards.
         """
+        self._switch.throw("aborted because another thread failed")
 
-    @abstractmethod
     def reset(self) -> None:
         """End an abort and clear stream errors, after all enqueued work has come to rest.
 
         Call it while no other thread uses the device.
         """
+        assert not self._switch.closed, f"device {self.index} is closed"
+        self._switch.throw("being reset")
+        for stream in self.streams:
+            stream.settle()
+        self._switch.clear()
 
     @abstractmethod
     def close(self) -> None:

@@ -7,6 +7,7 @@ for a thread that needs the permit. Every wait checks for that.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -15,9 +16,6 @@ from lightning_roundpipe.devices import intraop_threads
 
 Semaphore = queue.SimpleQueue[None]
 """A token for each permit. `queue.SimpleQueue` is written in C, `threading.Semaphore` in Python."""
-
-_semaphores: dict[int, Semaphore] = {}
-_semaphores_lock = threading.Lock()
 
 
 class _Permits(threading.local):
@@ -34,16 +32,13 @@ def concurrent_devices() -> int:
     return max(1, intraop_threads.cores() // intraop_threads.threads_per_device())
 
 
-def semaphore() -> Semaphore:
-    """Return the semaphore for the present number of intra-op threads, shared by all devices made under that number."""
-    permits = concurrent_devices()
-    with _semaphores_lock:
-        if permits not in _semaphores:
-            made: Semaphore = queue.SimpleQueue()
-            for _ in range(permits):
-                made.put(None)
-            _semaphores[permits] = made
-        return _semaphores[permits]
+@functools.cache
+def semaphore(permits: int) -> Semaphore:
+    """Return the semaphore with so many permits, which all devices share. Only the main thread makes devices."""
+    made: Semaphore = queue.SimpleQueue()
+    for _ in range(permits):
+        made.put(None)
+    return made
 
 
 class HeldCore:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import cuda_libraries, interpreter, intraop_threads, pinned
-from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Stream
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream, EventClock, begin_on
-from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
+from lightning_roundpipe.devices.errors import out_of_memory
 from lightning_roundpipe.devices.host_memory import worth_copying
 
 _open: WeakSet[CudaDevice] = WeakSet()
@@ -46,22 +45,13 @@ class CudaDevice(Device):
         turn: the worker's number among the sharers. Each has its own copy streams.
     """
 
-    def __init__(
-        self,
-        index: int,
-        torch_device: torch.device,
-        pin_memory: str,
-        sharers: int,
-        turn: int = 0,
-    ) -> None:
-        self.index, self.torch_device = index, torch_device
+    lead_bytes = LEAD_BYTES
+    backward_needs_interpreter = False
+
+    def __init__(self, index: int, torch_device: torch.device, pin_memory: str, sharers: int, turn: int = 0) -> None:
+        super().__init__(index, torch_device)
         self.generator = torch.cuda.default_generators[torch_device.index]
-        self.lead_bytes = LEAD_BYTES
-        self.backward_needs_interpreter = False
         self._pin_memory, self._sharers = pin_memory, sharers
-        self._switch = AbortSwitch(f"Device {index}")
-        self._arenas: dict[int, tuple[Tensor, str]] = {}
-        self._closed = False
         self.others: list[CudaStream] = []
         """The compute streams of the other GPUs."""
         self._multiplying = 0
@@ -92,14 +82,9 @@ class CudaDevice(Device):
         reusable = self.compute.record()
         for stream in self.streams[1:]:
             stream.wait(reusable)
-        self._arenas[id(arena)] = (arena, purpose)
-        return arena
+        return self._add_arena(arena, purpose)
 
-    def free(self, buffer: Tensor) -> None:
-        if self._arenas.pop(id(buffer), None) is None:
-            raise ValueError(
-                f"this tensor of {buffer.numel()} elements is not an arena of device {self.index}, or not any more."
-            )
+    def _freed(self, arena: Tensor, purpose: str) -> None:
         self.drop_finished()
 
     def host_buffer(self, nbytes: int) -> Tensor:
@@ -126,11 +111,6 @@ class CudaDevice(Device):
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         self.compute.keep(*tensors)
 
-    def drop_finished(self) -> None:
-        for stream in self.streams:
-            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
-            stream.drop_finished()
-
     @contextmanager
     def named(self, *name: object) -> Iterator[None]:
         torch.cuda.nvtx.range_push(" ".join(map(str, name)))  # type: ignore[no-untyped-call]
@@ -143,8 +123,6 @@ class CudaDevice(Device):
     def _explaining(self, nbytes: int, purpose: str) -> Iterator[None]:
         try:
             yield
-        except DeviceOutOfMemory:
-            raise
         except torch.OutOfMemoryError as error:
             name = f"CUDA device {self.torch_device.index} (worker {self.index})"
             resident = self.resident_by_purpose()
@@ -176,8 +154,7 @@ class CudaDevice(Device):
     def capacity(self) -> int | None:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         usable = free + torch.cuda.memory_reserved(self.torch_device)
-        # torch refuses allocations beyond `set_per_process_memory_fraction`. Before 2.7 the fraction cannot be read.
-        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.torch_device)
+        share = torch.cuda.get_per_process_memory_fraction(self.torch_device)  # torch refuses allocations beyond
         return min(usable, int(share * total)) // self._sharers
 
     def library_bytes(self) -> int:
@@ -207,10 +184,8 @@ class CudaDevice(Device):
     def follow_caller(self) -> None:
         self.compute.follow(torch.cuda.current_stream(self.torch_device))
 
-    @contextmanager
-    def step_settings(self) -> Iterator[None]:
-        with interpreter.quick_switches():
-            yield
+    def step_settings(self) -> AbstractContextManager[None]:
+        return interpreter.quick_switches()
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
         # One core per GPU, so that its worker launches without delay. This counts GPUs without a worker too: the number
@@ -229,37 +204,21 @@ class CudaDevice(Device):
 
     # -- ending
 
-    def abort(self) -> None:
-        if not self._closed:
-            self._switch.throw("aborted because another thread failed")
-
-    def reset(self) -> None:
-        assert not self._closed, f"device {self.index} is closed"
-        self._settle()
-        self._switch.clear()
-
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._switch.throw("closed")
+        if not self._switch.closed:
+            self._switch.close()
             self._arenas.clear()
             with ExitStack() as rest:  # runs in reverse order, every callback even if the GPU fails
                 rest.callback(pinned.give_back)
                 rest.callback(self._clear_if_last)
-                for stream in self.streams:
-                    if isinstance(stream, ChunkedCopyStream):
-                        rest.callback(stream.join)
-                rest.callback(self._settle)
+                for end in ("join", "settle"):
+                    for stream in reversed(self.streams):
+                        rest.callback(getattr(stream, end))
 
     def _clear_if_last(self) -> None:
         _open.discard(self)
         if not _open:  # threads of other devices may be using the workspaces
             cuda_libraries.clear()
-
-    def _settle(self) -> None:
-        for stream in self.streams:
-            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
-            stream.settle()
 
 
 def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[Device]:

@@ -106,7 +106,7 @@ class ChunkedCopyStream(QueuedStream):
             return self._record_later(timed) if self._by_thread else self._last.record(timed=timed)
 
     def wait(self, event: Event) -> None:
-        self._add(self._wait, event)
+        self._add(lambda: self._last.wait(event))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         to, of = check_copy(dst, src)
@@ -119,12 +119,10 @@ class ChunkedCopyStream(QueuedStream):
         return self._last.running()
 
     def drop_finished(self) -> None:
-        """Release the tensors of copies that are done."""
         for lane in self.lanes:
             lane.drop_finished()
 
     def settle(self) -> None:
-        """Wait for all work, even after an abort."""
         super().settle()
         self._timed = None
         for lane in self.lanes:
@@ -149,9 +147,6 @@ class ChunkedCopyStream(QueuedStream):
 
         self._enqueue(work)
         return event
-
-    def _wait(self, event: Event) -> None:
-        self._last.wait(event)
 
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         self._learn_rate()

@@ -147,12 +147,7 @@ class CudaStream(Stream):
     """
 
     def __init__(
-        self,
-        name: str,
-        torch_device: torch.device,
-        role: str,
-        clock: EventClock,
-        switch: AbortSwitch,
+        self, name: str, torch_device: torch.device, role: str, clock: EventClock, switch: AbortSwitch
     ) -> None:
         self.name, self._torch_device = name, torch_device
         self.stream = stream_of(torch_device, role)
@@ -196,7 +191,6 @@ class CudaStream(Stream):
         self.drop_finished()
 
     def settle(self) -> None:
-        """Wait for all work, even after an abort."""
         self.stream.synchronize()
         self.drop_finished()
 
@@ -212,7 +206,6 @@ class CudaStream(Stream):
             self._flying.append((self._record(timed=False), tensors))
 
     def drop_finished(self) -> None:
-        """Release the tensors of work that is done."""
         with self._lock:
             while self._flying and _passed(self._flying[0][0]):
                 self._flying.popleft()

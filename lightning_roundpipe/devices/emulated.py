@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
-from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_link import Delays, Link
@@ -33,35 +32,29 @@ _NOTHING = nullcontext()
 class EmulatedDevice(Device):
     """One of several devices that share this machine's cores and memory."""
 
+    generator = torch.default_generator
+    lead_bytes = 0  # an enqueued call has run already
+    backward_needs_interpreter = True
+
     def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
         share_heap()
-        self.index, self.torch_device = index, torch_device
-        self.generator = torch.default_generator
-        self.lead_bytes = 0  # an enqueued call has run already
-        self.backward_needs_interpreter = True
+        super().__init__(index, torch_device)
         self._emulation = emulation
-        self._switch = AbortSwitch(f"Device {index}")
-        self._closed = False
-        limit = emulation.memory
+        limit, bandwidth = emulation.memory, emulation.bandwidth
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
-        self._arenas: dict[int, tuple[Tensor, str]] = {}
-        self._arena_keys: set[int] = set()
-        """Ledger keys of the arenas' storages."""
-        self._saved_for_backward = saved_for_backward(self._ledger, self._arena_keys)
-        self._core_semaphore = core_semaphore.semaphore()
-        self._core_delays = self._delays("acquire_core")
-        bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
-        self._up = Link(bandwidth, emulation.latency, self._switch)
-        self._down = Link(bandwidth, emulation.latency, self._switch)
-        self._user_code_delays = self._delays("user code")
+        self._saved_for_backward = saved_for_backward(self._ledger, self._arenas)
+        self._core_semaphore = core_semaphore.semaphore(core_semaphore.concurrent_devices())
+        self._thread_delays = self._delays("threads")
+        rate = None if bandwidth is None else float(bandwidth)
+        up, down = (Link(rate, emulation.latency, self._switch) for _ in range(2))
         name = f"roundpipe-dev{index}-compute"
         self.compute = InlineStream(name, self._switch, emulation.poison, self._delays("compute"))
-        self.weights_up = self._copy_stream("weights_up", self._up, first=False)
-        self.activations_up = self._copy_stream("activations_up", self._up, first=True)
-        self.arrivals_up = self._copy_stream("arrivals_up", self._up, first=True)
-        self.activations_down = self._copy_stream("activations_down", self._down, first=True)
-        self.gradients_down = self._copy_stream("gradients_down", self._down, first=False)
+        self.weights_up = self._copy_stream("weights_up", up, first=False)
+        self.activations_up = self._copy_stream("activations_up", up, first=True)
+        self.arrivals_up = self._copy_stream("arrivals_up", up, first=True)
+        self.activations_down = self._copy_stream("activations_down", down, first=True)
+        self.gradients_down = self._copy_stream("gradients_down", down, first=False)
 
     def _delays(self, name: str) -> Delays | None:
         seed = self._emulation.delay_seed
@@ -79,18 +72,10 @@ class EmulatedDevice(Device):
             start = -room.data_ptr() % ALIGNMENT
             arena = room[start : start + nbytes]
         self._ledger.add(arena.untyped_storage()._cdata, nbytes, purpose)
-        self._arenas[id(arena)] = (arena, purpose)
-        self._arena_keys.add(arena.untyped_storage()._cdata)
-        return self._poison(arena)  # makes a read before the first write show
+        return self._poison(self._add_arena(arena, purpose))  # makes a read before the first write show
 
-    def free(self, buffer: Tensor) -> None:
-        arena, purpose = self._arenas.pop(id(buffer), (None, ""))
-        if arena is None:
-            raise ValueError(
-                f"this tensor of {buffer.numel()} elements is not an arena of device {self.index}, or not any more."
-            )
+    def _freed(self, arena: Tensor, purpose: str) -> None:
         self._poison(arena)
-        self._arena_keys.discard(arena.untyped_storage()._cdata)
         self._ledger.end(arena.untyped_storage()._cdata, purpose)
 
     def _poison(self, fresh: Tensor) -> Tensor:
@@ -122,7 +107,7 @@ class EmulatedDevice(Device):
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._arena_keys:
+                if storage._cdata not in self._arenas:
                     self._ledger.track_until_freed(storage, purpose)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
@@ -146,8 +131,8 @@ class EmulatedDevice(Device):
     # -- computing
 
     def acquire_core(self) -> AbstractContextManager[None]:
-        if self._core_delays is not None:
-            self._switch.sleep(self._core_delays.next())
+        if self._thread_delays is not None:
+            self._switch.sleep(self._thread_delays.next())
         self._switch.check()
         return core_semaphore.HeldCore(self._core_semaphore)
 
@@ -155,35 +140,18 @@ class EmulatedDevice(Device):
         return intraop_threads.limit_num_threads()
 
     def activate(self) -> AbstractContextManager[None]:
-        if self._user_code_delays is not None:
-            time.sleep(self._user_code_delays.next())
+        if self._thread_delays is not None:
+            time.sleep(self._thread_delays.next())
         return _NOTHING
 
     # -- ending
 
-    def abort(self) -> None:
-        if not self._closed:
-            self._switch.throw("aborted because another thread failed")
-
-    def reset(self) -> None:
-        assert not self._closed, f"device {self.index} is closed"
-        self._switch.throw("being reset")
-        for stream in self._threads():
-            stream.settle()
-        self._up.clear()
-        self._down.clear()
-        self._switch.clear()
-
     def close(self) -> None:
-        self._closed = True
-        self._switch.throw("closed")
-        for stream in self._threads():
+        self._switch.close()
+        for stream in self.streams:
             stream.join()
         for arena, _ in list(self._arenas.values()):
             self.free(arena)
-
-    def _threads(self) -> list[ThreadStream]:
-        return [stream for stream in self.streams if isinstance(stream, ThreadStream)]
 
 
 def make_emulated(torch_devices: Iterable[torch.device], emulation: Emulation) -> list[Device]:

@@ -113,6 +113,10 @@ class ThreadStream(QueuedStream):
             nbytes = here.numel() * here.element_size()
             asked = self._link.carry(nbytes, partial(move, there, here), asked, first=self._first)
 
+    def settle(self) -> None:
+        super().settle()
+        self._link.clear()  # the last of its streams leaves it unused
+
     def poison(self, buffer: Tensor) -> None:
         if self._poisons:
             self._enqueue(partial(self._attempt, _overwrite, buffer))

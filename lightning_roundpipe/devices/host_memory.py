@@ -18,7 +18,9 @@ SHARE = 0.75
 """The share of free memory that weights may take if they could stay in mapped files."""
 
 _ROOT = Path("/sys/fs/cgroup")
+"""Where control groups are mounted."""
 _MINE = Path("/proc/self/cgroup")
+"""Names the process's control groups."""
 
 
 class _Files(NamedTuple):
@@ -40,15 +42,10 @@ def worth_copying(nbytes: int, pin_memory: str) -> bool:
     return pin_memory == "on"
 
 
-def free_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
-    """Return the bytes that are free or can be freed, at most what the process's control groups leave.
-
-    Args:
-        root: where control groups are mounted.
-        mine: the file that names the process's control groups.
-    """
+def free_bytes() -> int:
+    """Return the bytes that are free or can be freed, at most what the process's control groups leave."""
     free = int(psutil.virtual_memory().available)
-    for group, files, limit in _limits(root, mine):
+    for group, files, limit in _limits():
         with suppress(OSError, ValueError):
             room = limit - int((group / files.used).read_text())
             read = re.search(rf"^{files.inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
@@ -56,19 +53,14 @@ def free_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
     return max(0, free)
 
 
-def total_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
-    """Return the bytes of the machine's memory, at most what the process's control groups allow.
-
-    Args:
-        root: where control groups are mounted.
-        mine: the file that names the process's control groups.
-    """
-    return min([int(psutil.virtual_memory().total), *(limit for _, _, limit in _limits(root, mine))])
+def total_bytes() -> int:
+    """Return the bytes of the machine's memory, at most what the process's control groups allow."""
+    return min([int(psutil.virtual_memory().total), *(limit for _, _, limit in _limits())])
 
 
-def _limits(root: Path, mine: Path) -> Iterator[tuple[Path, _Files, int]]:
+def _limits() -> Iterator[tuple[Path, _Files, int]]:
     """Yield those of `_groups` that have a limit, with its bytes."""
-    for group, files in _groups(root, mine):
+    for group, files in _groups():
         try:
             limit = int((group / files.limit).read_text())
         except (OSError, ValueError):  # no such file, or no number in it
@@ -76,19 +68,19 @@ def _limits(root: Path, mine: Path) -> Iterator[tuple[Path, _Files, int]]:
         yield group, files, limit
 
 
-def _groups(root: Path, mine: Path) -> Iterator[tuple[Path, _Files]]:
+def _groups() -> Iterator[tuple[Path, _Files]]:
     """Yield the process's control groups and their parents, each of which may have a limit.
 
-    A container may see its own group as the root, whatever path ``mine`` names.
+    A container may see its own group as the root, whatever path `_MINE` names.
     """
     lines = ["0::/"]
     with suppress(OSError):
-        lines += mine.read_text().splitlines()
+        lines += _MINE.read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        base, files = (root / "memory", _VERSION_1) if controllers else (root, _VERSION_2)
+        base, files = (_ROOT / "memory", _VERSION_1) if controllers else (_ROOT, _VERSION_2)
         group = base / path.strip("/")
         for around in (group, *group.parents):
             if around.is_relative_to(base):

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
+from lightning_roundpipe.devices.process_context import shared_context
+
 CONCURRENT_DEVICES = 4
 """How many emulated devices compute at once, given as many cores."""
-_before: list[int] = []
-"""The number of threads that each open `limit_num_threads` found."""
 
 _SOFT = 1
 """``omp_pause_soft``: ends the threads, keeps the settings."""
@@ -67,21 +67,16 @@ def threads_per_device() -> int:
     return min(torch.get_num_threads(), max(1, cores() // CONCURRENT_DEVICES))
 
 
-@contextmanager
+@shared_context
 def limit_num_threads() -> Iterator[None]:
     """Limit the calling thread, and threads that call `apply_num_threads`, to an emulated device's number of threads.
 
-    For the main thread. Contexts may overlap: the last one to end restores the number that it found.
+    For the main thread.
     """
-    size = threads_per_device()
-    _before.append(torch.get_num_threads())
-    torch.set_num_threads(size)
-    try:
-        yield
-    finally:
-        before = _before.pop()
-        if not _before:
-            torch.set_num_threads(before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_per_device())
+    yield
+    torch.set_num_threads(before)
 
 
 @contextmanager
@@ -100,9 +95,7 @@ def reserve_cores(others: int) -> Iterator[None]:
 
 
 def _set_num_threads(size: int) -> None:
-    torch_cpu = _torch_cpu()
-    if torch_cpu is not None and hasattr(torch_cpu, "omp_set_num_threads"):
-        torch_cpu.omp_set_num_threads(size)
+    getattr(_torch_cpu(), "omp_set_num_threads", lambda size: None)(size)
 
 
 def apply_num_threads() -> None:

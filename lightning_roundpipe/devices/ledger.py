@@ -67,20 +67,13 @@ class Ledger:
         Raises:
             DeviceOutOfMemory: the storage was not resident, and does not fit.
         """
-        if self.limit is None:
-            with (
-                self._lock
-            ):  # torch.compile traces hooks up to a lock; else it would take the journal's length for a constant
-                self._journal.append((key, nbytes, purpose))
-                if len(self._journal) > LONGEST_JOURNAL:
-                    self._settle()
-            return
+        # torch.compile traces hooks up to a lock; without one it would take the journal's length for a constant.
         with self._lock:
-            self._settle()
-            if key not in self._entries and self._total + nbytes > self.limit:
+            if self.limit is not None or len(self._journal) > LONGEST_JOURNAL:
+                self._settle()
+            if self.limit is not None and key not in self._entries and self._total + nbytes > self.limit:
                 raise out_of_memory(self._device, nbytes, purpose, self._by_purpose(), self.limit, emulated=True)
             self._journal.append((key, nbytes, purpose))
-            self._settle()
 
     def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
         """Count ``storage`` until it is freed, once per purpose.

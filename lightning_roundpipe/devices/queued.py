@@ -45,7 +45,6 @@ class QueuedStream(Stream):
         return self._enqueued == self._finished and self._error is None and self._switch.why is None
 
     def settle(self) -> None:
-        """Wait until the queue is empty and clear the error, after an abort. The switch must still be thrown."""
         idle = threading.Event()
         with self._lock:
             if self._thread is not None:
@@ -57,7 +56,6 @@ class QueuedStream(Stream):
         self._error = None
 
     def join(self) -> None:
-        """End the thread once its queue is empty. The switch must be thrown, or that may take for ever."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:

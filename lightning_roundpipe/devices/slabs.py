@@ -54,12 +54,6 @@ class Slabs:
         """Starts of free blocks, by slab and end."""
         self._returned: deque[_Block] = deque()
 
-    @property
-    def registered(self) -> int:
-        """How many bytes are page-locked now."""
-        with self._lock:
-            return sum(slab.numel() for slab in self._slabs.values())
-
     def take(self, nbytes: int) -> Tensor:
         """Return an uninitialised block of shape ``(nbytes,)``, uint8. Its memory is freed with its last view.
 

@@ -76,7 +76,6 @@ def _are_boxes(kind: type) -> bool:
         and not issubclass(kind, _OPAQUE)
         and not any("__call__" in base.__dict__ for base in kind.__mro__)
         and not kind.__module__.startswith(_FOREIGN)
-        and not kind.__name__.endswith("Config")
     )
 
 

@@ -352,16 +352,16 @@ class Executor:
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
         around = call.environment
-        replica.apply(around.state)
+        replica.attributes.apply(around.state)
         replica.train(around.trained)
-        replica.fill(around.contents)
+        replica.attributes.fill(around.contents)
         if grad:
             aliases, sink = inlet(tensors, call.inputs.needs, layer.name, device)
         else:
             aliases, sink = list(tensors), Gradients(0, layer.name, device)
         built = call.inputs.arguments.build(aliases)
         if built.attributes:
-            replica.hold(built.attributes)
+            replica.attributes.hold(built.attributes)
         versions = [0 if t.is_inference() else t._version for t in aliases]
         own = [p._version for p in replica.parameters]
         writes = LayerWrites(replica)
@@ -391,7 +391,7 @@ class Executor:
             written |= borrowing.written_by_data()
         if written:
             _refuse_written(layer, replica, written)
-        if replica.has_registered():
+        if replica.registrations.have_changed():
             _refuse_registered(layer, replica)
         if grad and any(p.requires_grad and not t for p, t in zip(replica.parameters, around.trained, strict=True)):
             raise RoundPipeError(
@@ -399,14 +399,14 @@ class Executor:
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
             )
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
-        filled = replica.changed_contents()
+        filled = replica.attributes.changed_contents()
         built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
         fills = bool(filled) or any(not isinstance(v, (Tensor, tuple)) for v in built.attributes.values())
         run = _Ran(output, built.copies, writes.found(), mutated, fills)
         if run.written or output[1]:
             layer.observers.act()
         if run.written or built.attributes:
-            replica.drop_written()
+            replica.attributes.drop_written()
         seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
         found = run.tensors
         for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):
@@ -625,7 +625,7 @@ def _refuse_registered(layer: HostLayer, replica: Replica) -> None:
 
     A parameter that is not trained may be replaced by an equal one, as PEFT does where it unpacks base weights.
     """
-    for module, name, before, now in replica.changed_registrations():
+    for module, name, before, now in replica.registrations.changed():
         if isinstance(before, Tensor) and isinstance(now, Tensor):
             master = layer.masters[next(i for i, p in enumerate(replica.parameters) if p is before)]
             trains = master.requires_grad or now.requires_grad

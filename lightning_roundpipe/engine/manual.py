@@ -69,7 +69,7 @@ class ManualSlots(StepSlots):
         if key not in self.sums:
             # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
             nth = sum(other == layer.index for other, _ in self.sums)
-            self.sums[key] = self._context.gradients.of(layer, (nth,), self.trained[key]).begin()
+            self.sums[key] = self._context.gradients.begin(layer, (nth,), self.trained[key])
         return self.sums[key] if self.sums[key].layout.nbytes else None
 
     def hand_out(self) -> None:

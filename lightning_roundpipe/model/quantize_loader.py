@@ -55,12 +55,8 @@ class _Pack(ConversionOps):
 
     @override
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **options: Any) -> dict[str, Any]:
-        model = options["model"]
-        made = {}
-        for name, value in input_dict.items():
-            value = value[0] if isinstance(value, list) else value
-            made[name] = self._quantizer.packed(model, name, value)
-        return made
+        given = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {name: self._quantizer.packed(options["model"], name, value) for name, value in given.items()}
 
 
 class _Unite(ConversionOps):
@@ -81,7 +77,7 @@ class _Unite(ConversionOps):
 
 
 class _Quantizer:
-    """What both kinds of quantizers here share, over one of transformers' own."""
+    """What both kinds of quantizers here share, over one of transformers' own: all but `_find_experts` and `_pack`."""
 
     experts: tuple[str, ...] = ()
     _untrimmed = 0
@@ -116,7 +112,7 @@ class _Quantizer:
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self)
 
-    def packed(self, model: PreTrainedModel, name: str, weight: Tensor) -> Tensor:
+    def packed(self: Any, model: PreTrainedModel, name: str, weight: Tensor) -> Any:
         """Return the parameter ``name`` of ``model``, packed from ``weight``."""
         module = model.get_submodule(name.rpartition(".")[0])
         if issubclass(getattr(module, "source_cls", object), Conv1D):
@@ -129,17 +125,10 @@ class _Quantizer:
             _return_freed_memory()
         return made
 
-    def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
-        raise NotImplementedError  # `Quantizer4bit` and `Quantizer8bit` do it, each in its format
-
-    def _find_experts(self, model: PreTrainedModel) -> None:
-        raise NotImplementedError  # four bits pack experts, eight bits refuse them
-
 
 class Quantizer4bit(_Quantizer, Bnb4BitHfQuantizer):
     """Linear layers and experts in ``nf4`` or ``fp4``."""
 
-    @override
     def _find_experts(self, model: PreTrainedModel) -> None:
         found = [(name, module._parameters[own]) for name, module, own in fused_experts(model)]
         for name, parameter in found:
@@ -164,7 +153,6 @@ class Quantizer4bit(_Quantizer, Bnb4BitHfQuantizer):
             of_experts.append(WeightConverter(sources, [name], [_Unite(self, name)]))
         return of_experts + found
 
-    @override
     def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
         config = self.quantization_config
         own = module if hasattr(module, "quant_state") else None
@@ -174,7 +162,6 @@ class Quantizer4bit(_Quantizer, Bnb4BitHfQuantizer):
 class Quantizer8bit(_Quantizer, Bnb8BitHfQuantizer):
     """Linear layers in ``int8``."""
 
-    @override
     def _find_experts(self, model: PreTrainedModel) -> None:
         found = next((name for name, *_ in fused_experts(model)), None)
         if found is not None and not self.pre_quantized:
@@ -182,7 +169,6 @@ class Quantizer8bit(_Quantizer, Bnb8BitHfQuantizer):
                 f"model.quantization='int8' is not supported for experts such as {found}: use model.quantization=nf4."
             )
 
-    @override
     def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
         return pack_8bit(weight)
 

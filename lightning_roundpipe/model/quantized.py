@@ -36,7 +36,7 @@ _TRANSIENT = ("CB", "idx")
 
 def is_packed(parameter: Tensor) -> bool:
     """Return whether ``parameter`` is of a quantised class of bitsandbytes."""
-    return type(parameter).__name__ in _PACKED and _is_theirs(parameter)
+    return type(parameter).__name__ in _PACKED and _is_of_bitsandbytes(type(parameter))
 
 
 def weights_in(parameter: Tensor) -> int:
@@ -52,10 +52,7 @@ def is_stored_as_is(parameter: Tensor) -> bool:
 
 def companions(module: nn.Module) -> list[nn.Parameter]:
     """Return the companions in ``module``, each once, in an order that only depends on the module."""
-    if _PACKAGE not in sys.modules:
-        return []
-    held = (value for state in _states(module) for value in vars(state).values())
-    return list({id(v): v for v in held if isinstance(v, nn.Parameter) and _COMPANION in v.__dict__}.values())
+    return list({id(companion): companion for _, _, companion in _held_companions(module)}.values())
 
 
 Holding = tuple[dict[str, Any], str, Any]
@@ -64,11 +61,16 @@ Holding = tuple[dict[str, Any], str, Any]
 
 def holdings(module: nn.Module) -> list[Holding]:
     """Return the attributes by which packed weights in ``module`` have their state, and states have companions."""
-    if _PACKAGE not in sys.modules:
-        return []
-    own = [(p.__dict__, "quant_state", p.__dict__["quant_state"]) for p in module.parameters() if _has_state(p)]
-    held = [(vars(state), name, value) for state in _states(module) for name, value in vars(state).items()]
-    return own + [(at, name, v) for at, name, v in held if isinstance(v, nn.Parameter) and _COMPANION in v.__dict__]
+    packed = (vars(p) for p in module.parameters() if is_packed(p))
+    own = [(held, "quant_state", held["quant_state"]) for held in packed if "quant_state" in held]
+    return [*own, *_held_companions(module)]
+
+
+def _held_companions(module: nn.Module) -> Iterator[Holding]:
+    for state in _states(module):
+        for name, value in vars(state).items():
+            if isinstance(value, nn.Parameter) and _COMPANION in vars(value):
+                yield vars(state), name, value
 
 
 def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -84,8 +86,6 @@ Alias = tuple[Any, nn.Parameter]
 
 def aliases(module: nn.Module) -> list[Alias]:
     """Return the states in ``module`` that `follow` keeps up to date."""
-    if _PACKAGE not in sys.modules:
-        return []
     linear: Iterable[Any] = (inner for inner in module.modules() if hasattr(inner, "init_8bit_state"))
     return [(inner.state, inner.weight) for inner in linear if inner.state.CB is not None]
 
@@ -106,10 +106,9 @@ def prepare(module: nn.Module) -> None:
     Raises:
         RoundPipeError: a weight is quantised in a way that cannot be trained here.
     """
-    _refuse_others(module)
+    _refuse(module)
     if _PACKAGE not in sys.modules:
         return
-    _refuse(module)
     for name, inner in module.named_modules():
         packed = [p for p in inner._parameters.values() if p is not None and is_packed(p)]
         if not all(map(_is_quantized, packed)):
@@ -264,33 +263,11 @@ def _settle(module: nn.Module) -> None:
         linear.init_8bit_state()  # as its first forward does
 
 
-def _refuse_others(module: nn.Module) -> None:
-    """Raise for weights in the format of another library, loaded by transformers or packed in a tensor's subclass."""
-    for name, inner in module.named_modules():
-        for parameter in inner._parameters.values():
-            if parameter is not None and bool(is_traceable_wrapper_subclass(parameter)):
-                kind = f"{type(parameter).__module__.partition('.')[0]}'s {type(parameter).__name__}"
-                raise RoundPipeError(
-                    f"the weights of {(name or type(inner).__name__)!r} are in a format ({kind}) that the roundpipe "
-                    "strategy cannot send to devices. Take the model with weights in 16 bits, and quantise it with "
-                    "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or not at all. torchao.float8 trains "
-                    "without enable_fsdp_float8_all_gather."
-                )
-        config = getattr(inner.__dict__.get("hf_quantizer"), "quantization_config", None)
-        if config is None or getattr(config, "dequantize", False):
-            continue
-        method = str(getattr(config.quant_method, "value", config.quant_method))
-        if not method.startswith(_PACKAGE):
-            raise RoundPipeError(
-                f"the weights of {(name or type(inner).__name__)!r} are quantised by {method}, which the roundpipe "
-                "strategy cannot train. Load the 16-bit checkpoint of the model with "
-                "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or without quantization_config."
-            )
-
-
 def _refuse(module: nn.Module) -> None:
+    """Raise for packed weights that cannot be trained: those of other libraries, and some forms of bitsandbytes'."""
     for prefix, inner in module.named_modules():
-        kinds = {kind.__name__ for kind in type(inner).__mro__ if kind.__module__.partition(".")[0] == _PACKAGE}
+        _refuse_other_library(prefix or type(inner).__name__, inner)
+        kinds = {kind.__name__ for kind in type(inner).__mro__ if _is_of_bitsandbytes(kind)}
         if "Bnb4bitParametrization" in kinds:
             raise RoundPipeError(
                 f"{prefix!r} unpacks a parameter for each use (bitsandbytes' replace_parameter_4bit), in a cache that "
@@ -309,33 +286,51 @@ def _refuse(module: nn.Module) -> None:
                 f"{prefix!r} is a layer in four bits whose weight is not quantised, most likely because it is also "
                 "that of an embedding (tied). Name the layer in llm_int8_skip_modules of BitsAndBytesConfig."
             )
-        for name, parameter in inner._parameters.items():
-            if parameter is not None and is_packed(parameter):
-                _refuse_parameter(f"{prefix}.{name}".lstrip("."), parameter)
+        for key, parameter in inner._parameters.items():
+            if parameter is None or not is_packed(parameter):
+                continue
+            name = f"{prefix}.{key}".lstrip(".")
+            if getattr(parameter, "has_fp16_weights", False):
+                raise RoundPipeError(
+                    f"{name!r} is quantised anew from 16 bits in each forward (has_fp16_weights), which saves no "
+                    "memory and keeps a copy that an update does not reach. Set llm_int8_has_fp16_weight=False "
+                    "(has_fp16_weights=False)."
+                )
+            if parameter.requires_grad:
+                raise RoundPipeError(
+                    f"{name!r} is quantised ({type(parameter).__name__}) and has requires_grad=True: no optimizer can "
+                    "update packed weights. Freeze it (requires_grad_(False)) and train adapters beside it: "
+                    "peft.get_peft_model(model, LoraConfig(...)), or lora=all_linear. To train all weights, load the "
+                    "model without quantization_config."
+                )
 
 
-def _refuse_parameter(name: str, parameter: Any) -> None:
-    if getattr(parameter, "has_fp16_weights", False):
+def _refuse_other_library(name: str, module: nn.Module) -> None:
+    """Raise for weights in the format of another library, loaded by transformers or packed in a tensor's subclass."""
+    for parameter in module._parameters.values():
+        if parameter is not None and bool(is_traceable_wrapper_subclass(parameter)):
+            kind = f"{type(parameter).__module__.partition('.')[0]}'s {type(parameter).__name__}"
+            raise RoundPipeError(
+                f"the weights of {name!r} are in a format ({kind}) that the roundpipe strategy cannot send to devices. "
+                "Take the model with weights in 16 bits, and quantise it with "
+                "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or not at all. torchao.float8 trains "
+                "without enable_fsdp_float8_all_gather."
+            )
+    config = getattr(module.__dict__.get("hf_quantizer"), "quantization_config", None)
+    if config is None or getattr(config, "dequantize", False):
+        return
+    method = str(getattr(config.quant_method, "value", config.quant_method))
+    if not method.startswith(_PACKAGE):
         raise RoundPipeError(
-            f"{name!r} is quantised anew from 16 bits in each forward (has_fp16_weights), which saves no memory and "
-            "keeps a copy that an update does not reach. Set llm_int8_has_fp16_weight=False (has_fp16_weights=False)."
-        )
-    if parameter.requires_grad:
-        raise RoundPipeError(
-            f"{name!r} is quantised ({type(parameter).__name__}) and has requires_grad=True: no optimizer can update "
-            "packed weights. Freeze it (requires_grad_(False)) and train adapters beside it: "
-            "peft.get_peft_model(model, LoraConfig(...)), or lora=all_linear. To train all weights, load the model "
-            "without quantization_config."
+            f"the weights of {name!r} are quantised by {method}, which the roundpipe strategy cannot train. Load the "
+            "16-bit checkpoint of the model with quantization_config=BitsAndBytesConfig(load_in_4bit=True), or without "
+            "quantization_config."
         )
 
 
 def _weight(module: nn.Module) -> Any:
     """Return the parameter of ``module`` that is called "weight", or None."""
     return dict(module._parameters.items()).get("weight")  # TorchScript's mapping has no get()
-
-
-def _has_state(parameter: Tensor) -> bool:
-    return is_packed(parameter) and "quant_state" in parameter.__dict__
 
 
 def _is_quantized(parameter: Any) -> bool:
@@ -347,7 +342,7 @@ def _is_quantized(parameter: Any) -> bool:
 def _states(module: nn.Module) -> Iterator[Any]:
     """Yield the state objects of bitsandbytes that are attributes in ``module``, and those inside them, each once."""
     seen: set[int] = set()
-    for inner in module.modules():
+    for inner in module.modules() if _PACKAGE in sys.modules else ():
         yield from _inside(list(inner.__dict__.values()), seen)  # at once: other threads may set attributes
         for parameter in inner._parameters.values():
             if parameter is not None and parameter.__dict__:
@@ -357,20 +352,17 @@ def _states(module: nn.Module) -> Iterator[Any]:
 def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
     for value in values:
         kind: Any = type(value)
-        if not _may_hold(kind) or id(value) in seen:
-            continue
-        if not hasattr(value, "__dict__"):
-            continue
-        seen.add(id(value))
-        yield value
-        yield from _inside(list(vars(value).values()), seen)
-
-
-def _is_theirs(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == _PACKAGE
+        if _may_hold(kind) and id(value) not in seen and hasattr(value, "__dict__"):
+            seen.add(id(value))
+            yield value
+            yield from _inside(list(vars(value).values()), seen)
 
 
 @functools.cache  # nearly all attributes of modules are of a few types
 def _may_hold(kind: type) -> bool:
     """Return whether objects of this class may be states of bitsandbytes."""
-    return kind.__module__.partition(".")[0] == _PACKAGE and not issubclass(kind, (Tensor, nn.Module, type))
+    return _is_of_bitsandbytes(kind) and not issubclass(kind, (Tensor, nn.Module, type))
+
+
+def _is_of_bitsandbytes(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == _PACKAGE

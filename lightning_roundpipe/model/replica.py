@@ -9,8 +9,7 @@ objects take effect at once.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -90,24 +89,21 @@ class Replica:
         state = state or ModuleState(type(layer).__name__, layer)
         for module, clone, own in zip(self.originals, self.modules, state.base, strict=True):
             self._fill(module, clone, own, memo)
-        self.module = self.modules[0]
         self._aliases = aliases(self.module)
-        self._registered = [h for m in self.modules for h in (m._parameters, m._modules, m._buffers)]
-        self._registered_before = [dict(held) for held in self._registered]
-        self._objects_before = [value for held in self._registered_before for value in held.values()]
-        self._slots = [(inner._parameters, name, parameter) for inner, name, parameter in parameter_places(self.module)]
-        self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
-        self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
-        self.unregistered_tensors = UnregisteredTensors(self._base, self.originals)
-        self._applied: StateDiff | None = None
-        self._contents: Contents | None = None
-        self._filled: list[Any] = []
-        """Its own containers, in the order of ``_contents``."""
+        self._places = [(inner._parameters, name, mine) for inner, name, mine in parameter_places(self.module)]
+        self.registrations = Registrations(self.modules)
+        self.attributes = ReplicaAttributes(self.modules, self._localized)
+        self.unregistered_tensors = UnregisteredTensors(self.attributes.base, self.originals)
+
+    @property
+    def module(self) -> nn.Module:
+        """The copy itself."""
+        return self.modules[0]
 
     def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
         state, theirs = clone.__dict__, dict(module.__dict__)  # at once: other threads run code that sets attributes
         state.update({k: v for k, v in theirs.items() if isinstance(v, Container) and k not in own})
-        state.update({k: self.localized(v) for k, v in own.items()})
+        state.update({k: self._localized(v) for k, v in own.items()})
         if state.get("_compiled_call_impl") is not None:  # compiled for the original; the copy runs uncompiled
             state["_compiled_call_impl"] = None
         state["_parameters"] = {n: None if p is None else memo[id(p)] for n, p in dict(module._parameters).items()}
@@ -116,12 +112,12 @@ class Replica:
             state["forward"] = memo[id(module._modules["_orig_mod"])]
         state["_modules"] = {n: None if m is None else memo[id(m)] for n, m in dict(module._modules).items()}
 
-    def localized(self, value: Any) -> Any:
+    def _localized(self, value: Any) -> Any:
         """Return ``value`` as the copy should hold it: referring to the copy's parts, in containers of its own."""
         return frozen(value if holds_nothing(value) else self._rebound(value))
 
     def bind(
-        self, views: list[Tensor], requires_grad: list[bool], whole: Callable[[int], Tensor] | None = None
+        self, views: list[Tensor], requires_grad: Sequence[bool], whole: Callable[[int], Tensor] | None = None
     ) -> None:
         """Point the copy's parameters at ``views``, in the order of the layer's unique parameters.
 
@@ -136,7 +132,7 @@ class Replica:
                 parameter.set_values(view, functools.partial(whole, index))
             else:
                 parameter.data = view
-        for held, name, parameter in self._slots:
+        for held, name, parameter in self._places:
             if held.get(name) is not parameter:  # one that is not trained, by an equal one, as PEFT does
                 held[name] = parameter
         follow(self._aliases)
@@ -157,24 +153,73 @@ class Replica:
                 parameter.data = _nothing(parameter, self.device)
         follow(self._aliases)
 
-    def train(self, requires_grad: list[bool]) -> None:
+    def train(self, requires_grad: Sequence[bool]) -> None:
         """Set which parameters the next call computes gradients for."""
         for parameter, trainable in zip(self.parameters, requires_grad, strict=True):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
+
+class Registrations:
+    """The parameters, modules and buffers of a replica's modules, to notice when the layer's code changes them."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._held = [h for m in modules for h in (m._parameters, m._modules, m._buffers)]
+        self._before = [dict(held) for held in self._held]
+        self._objects = [value for held in self._before for value in held.values()]
+
+    def have_changed(self) -> bool:
+        """Return whether code has registered or removed some, or replaced some."""
+        return not same_objects(self._held, self._objects)
+
+    def changed(self) -> list[tuple[str, str, Any, Any]]:
+        """Return the parameters and modules that code has registered, removed or replaced.
+
+        Modules without parameters and buffers do not count: they hold nothing that could be lost.
+
+        Returns:
+            (type of the module that holds it, name, what was there, what is there now).
+        """
+        found = []
+        for position, (held, before) in enumerate(zip(self._held, self._before, strict=True)):
+            holder, kind = divmod(position, 3)
+            for name in {**before, **held} if kind < 2 else ():
+                old, new = before.get(name), held.get(name)
+                if old is not new and any(map(_holds_tensors, (old, new))):
+                    found.append((type(self._modules[holder]).__name__, name, old, new))
+        return found
+
+
+class ReplicaAttributes:
+    """The Python attributes of a replica's modules, which each call sets to what the layer's were.
+
+    Args:
+        modules: the replica's.
+        localized: returns a value as the replica should hold it.
+    """
+
+    def __init__(self, modules: list[nn.Module], localized: Callable[[Any], Any]) -> None:
+        self._modules, self._localized = modules, localized
+        self.base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in modules]
+        self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self.base]
+        self._applied: StateDiff | None = None
+        self._contents: Contents | None = None
+        self._filled: list[Any] = []
+        """Its own containers, in the order of ``_contents``."""
+
     def apply(self, diff: StateDiff | None) -> None:
-        """Set the Python attributes that the layer had when ``diff`` was taken."""
+        """Set the attributes that the layer had when ``diff`` was taken."""
         if diff is self._applied:
             return
         self._contents = None
         for index in self._applied.changed if self._applied else ():
             self._restore(index)
         for index, (changed, removed) in (diff.changed if diff else {}).items():
-            state = self.modules[index].__dict__
+            state = self._modules[index].__dict__
             for key in removed:
                 state.pop(key, None)
-            state.update({k: self.localized(v) for k, v in changed.items()})
+            state.update({k: self._localized(v) for k, v in changed.items()})
         self._applied = diff
 
     def fill(self, contents: Contents) -> None:
@@ -182,7 +227,7 @@ class Replica:
         if contents is not self._contents:
             self._contents, self._filled = contents, [frozen(held) for held in contents.held]
             for (index, key), mine in zip(contents.places, self._filled, strict=True):
-                self.modules[index].__dict__[key] = mine
+                self._modules[index].__dict__[key] = mine
 
     def changed_contents(self) -> list[tuple[tuple[int, str], Any]]:
         """Return the containers whose contents the layer's code has changed since `fill`, with their places."""
@@ -196,41 +241,16 @@ class Replica:
     def hold(self, containers: dict[tuple[int, str], Any]) -> None:
         """Set attributes to containers that are this call's own; what the layer's code changes is found in them."""
         for (index, key), value in containers.items():
-            self.modules[index].__dict__[key] = value if isinstance(value, Container) else self.localized(value)
-
-    def has_registered(self) -> bool:
-        """Return whether code has registered or removed parameters, modules or buffers, or replaced some."""
-        return not same_objects(self._registered, self._objects_before)
-
-    def changed_registrations(self) -> list[tuple[str, str, Any, Any]]:
-        """Return the parameters and modules that code has registered, removed or replaced.
-
-        Modules without parameters and buffers do not count: they hold nothing that could be lost.
-
-        Returns:
-            (type of the module that holds it, name, what was there, what is there now).
-        """
-        found = []
-        for position, (held, before) in enumerate(zip(self._registered, self._registered_before, strict=True)):
-            if position % 3 == 2 or (
-                len(held) == len(before) and all(map(operator.is_, held.values(), before.values()))
-            ):
-                continue
-            holder = type(self.modules[position // 3]).__name__
-            for name in {**before, **held}:
-                old, new = before.get(name), held.get(name)
-                if old is not new and any(map(_holds_tensors, (old, new))):
-                    found.append((holder, name, old, new))
-        return found
+            self._modules[index].__dict__[key] = value if isinstance(value, Container) else self._localized(value)
 
     def drop_written(self) -> None:
         """Drop attributes that a call has set: the next call starts from the layer's own."""
-        for index in range(len(self.modules)):
+        for index in range(len(self._modules)):
             self._restore(index)
         self._applied = self._contents = None
 
     def _restore(self, index: int) -> None:
-        state, base = self.modules[index].__dict__, self._base[index]
+        state, base = self._modules[index].__dict__, self.base[index]
         for key in [k for k in state if k not in base and k not in STRUCTURE]:
             del state[key]
         state.update(base)

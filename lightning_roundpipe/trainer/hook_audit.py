@@ -35,9 +35,6 @@ from typing_extensions import override
 from lightning_roundpipe.optim.independence import stepped_by_parameter
 
 PASSIVE_HOOKS = "roundpipe_passive_hooks"
-_EARLIER_NAME = "roundpipe_looks_away"
-"""What the declaration was called before the first release; read for one release more."""
-
 DECLARE = f"(the class attribute {PASSIVE_HOOKS} = True declares that it does not)"
 """How a class avoids that its hooks are waited for."""
 
@@ -182,27 +179,22 @@ def _altered_optimizer(optimizer: Optimizer) -> Iterator[str]:
 def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     """Return the hooks between steps that may read or write weights or optimizer state, and the classes that have them.
 
-    Hooks within the step are not among them (see ``needs_gradients``). For hooks of ``Callback``, ``FlushOptimizer``
-    waits just before the first callback's. Hooks that only a module or data module has are treated like this:
-
-    * ``on_before_batch_transfer``, ``transfer_batch_to_device`` and ``on_after_batch_transfer`` run before
-      ``on_train_batch_start``, and ``on_validation_model_zero_grad`` and ``on_validation_model_eval`` before
-      ``on_validation_start``: ``FlushOptimizer`` waits at the end of the previous batch.
-    * ``lr_scheduler_step`` runs right after the optimizer's step, with no callback's hook between: the strategy must
-      finish the update within its ``optimizer_step``. Schedulers that are not torch's count here too.
+    Hooks within the step are not among them (see `needs_gradients`). `FlushOptimizer` waits just before the first
+    callback's hook, or at the one of `_WAITS_AT`. ``lr_scheduler_step`` runs right after the optimizer's step, with no
+    callback's hook between: the strategy must finish the update within its ``optimizer_step``. Schedulers that are not
+    torch's count here too.
 
     Returns:
         Hook names with the classes that look, such as ``{"on_train_batch_end": "callback WeightNorm, MyModule"}``.
     """
-    data = getattr(trainer, "datamodule", None)
     listeners: list[tuple[Any, type, str]] = [(c, Callback, f"callback {type(c).__name__}") for c in others(trainer)]
     listeners += [(module, LightningModule, type(module).__name__)]
     found = {
         hook: [who for listener, base, who in listeners if _looks(listener, hook, base)]
         for hook in (*sorted(_OF_CALLBACKS), *_WAITS_AT, _SCHEDULER)
     }
-    for hook in _TRANSFERS:
-        if data is not None and _looks(data, hook, LightningDataModule):
+    for hook in _TRANSFERS if (data := getattr(trainer, "datamodule", None)) is not None else ():
+        if _looks(data, hook, LightningDataModule):
             found[hook].append(type(data).__name__)
     if not any(_declares(holder, _SCHEDULER) for holder in (module, *type(module).__mro__)):
         strange = [type(s).__name__ for s in _schedulers(trainer) if _strange_scheduler(s)]
@@ -224,13 +216,10 @@ def slowed_by(looks: Mapping[str, str]) -> str | None:
 
 
 def _schedulers(trainer: Trainer) -> Iterator[Any]:
-    def nested(scheduler: Any) -> Iterator[Any]:
-        yield scheduler
-        for inner in getattr(scheduler, "_schedulers", ()):
-            yield from nested(inner)
-
-    for config in trainer.lr_scheduler_configs:
-        yield from nested(config.scheduler)
+    waiting: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    while waiting:
+        yield (scheduler := waiting.pop(0))
+        waiting += getattr(scheduler, "_schedulers", ())
 
 
 def _strange_scheduler(scheduler: Any) -> bool:
@@ -265,8 +254,7 @@ def _looks(listener: Any, hook: str, base: type) -> bool:
 
 
 def _declares(holder: Any, hook: str) -> bool:
-    attributes = vars(holder)
-    named = attributes.get(PASSIVE_HOOKS, attributes.get(_EARLIER_NAME, ()))
+    named = vars(holder).get(PASSIVE_HOOKS, ())
     return named is True or (named is not False and hook in ((named,) if isinstance(named, str) else named))
 
 
@@ -300,11 +288,10 @@ class Settle:
 class FlushOptimizer(Callback):
     """Finishes pending updates before the hooks of other callbacks and of modules.
 
-    It is the first of the trainer's callbacks, and modules' hooks run after those of callbacks. Lightning replaces the
-    list of callbacks at times: at the start of each run, before ``Strategy.setup``, it adds the module's own; the tuner
-    inserts others while it tries learning rates or batch sizes, and expects its own to be first once training has
-    ended. So ``install`` this callback in ``Strategy.setup`` and again in ``Strategy.on_train_start``, and ``remove``
-    it in ``on_train_end`` and ``teardown``, where no update is pending.
+    It is the first of the trainer's callbacks, and modules' hooks run after those of callbacks. Lightning adds the
+    module's callbacks before ``Strategy.setup``; the tuner inserts others for a while, and expects its own to be first
+    once training has ended. So `install` this callback in ``Strategy.setup`` and ``on_train_start``, and `remove` it in
+    ``on_train_end`` and ``teardown``, where no update is pending.
 
     Args:
         settle: returns when no update is pending and each ``.grad`` is what plain training leaves after a step. It may
@@ -315,10 +302,8 @@ class FlushOptimizer(Callback):
 
     def __init__(self, settle: Callable[[], None], hooks: Collection[str] = ()) -> None:
         self._settle = Settle(settle)
-        points = {_WAITS_AT.get(hook, hook) for hook in hooks} - {_SCHEDULER}
-        unknown = points - _OF_CALLBACKS
-        assert not unknown, f"no callback has {unknown}"
-        for hook in _ALWAYS | (points - {"on_exception"}):
+        points = {_WAITS_AT.get(hook, hook) for hook in hooks} - {_SCHEDULER, "on_exception"}
+        for hook in _ALWAYS | points:
             setattr(self, hook, self._settle)
 
     @override

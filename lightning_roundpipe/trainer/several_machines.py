@@ -154,7 +154,6 @@ class SeveralMachines(ParallelStrategy):
             {
                 "the number of training batches": str(trainer.num_training_batches),
                 "the number of validation batches": str(validation.max_batches),
-                **of_trainer(trainer),
                 **of_optimizers(trainer),
                 "the epoch and step at which training begins": [trainer.current_epoch, trainer.global_step],
                 "the layers (set layers=, or the same memory_budget and devices of one size)": buckets,

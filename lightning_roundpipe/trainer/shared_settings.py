@@ -6,6 +6,7 @@ own learning rate, and another activation gives gradients of another function.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,31 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_TRAINER = (
-    "max_epochs",
-    "min_epochs",
-    "max_steps",
-    "min_steps",
-    "check_val_every_n_epoch",
-    "num_sanity_val_steps",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "reload_dataloaders_every_n_epochs",
-)
-"""Attributes of the trainer with the names of its settings."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def of_trainer(trainer: Trainer) -> dict[str, str]:
-    """Return the trainer's settings that decide what it calls, and when."""
-    found = {name: _said(getattr(trainer, name)) for name in _TRAINER}
-    time = getattr(trainer, "_val_check_time_interval", None)  # in seconds; then the other is missing
-    return found | {"val_check_interval": _said(trainer.val_check_interval if time is None else f"{time} s")}
+    """Return the arguments of the trainer that it keeps as numbers or text, except the folder, which may differ."""
+    names = inspect.signature(Trainer.__init__).parameters.keys() - {"self", "default_root_dir"}
+    kept = {name: getattr(trainer, name, None) for name in sorted(names)}
+    time = getattr(trainer, "_val_check_time_interval", None)  # in seconds; then ``val_check_interval`` is missing
+    return {name: _said(value) for name, value in kept.items() if isinstance(value, _PLAIN)} | (
+        {} if time is None else {"val_check_interval": f"{time} s"}
+    )
 
 
 def of_modules(module: nn.Module) -> dict[str, str]:

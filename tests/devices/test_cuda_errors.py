@@ -21,7 +21,7 @@ REMEDY = "start a new process"
 class Fails(pl.Callback):
     """A layer of the second batch fails."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
     armed = False
 
     def __init__(self, number: int, *, dies: bool, shown: BaseException | None = None) -> None:

@@ -18,14 +18,13 @@ import torch
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe.devices import cuda
 from lightning_roundpipe.devices.cuda import CudaDevice
 
 
 class Ranges(pl.Callback):
     """What a profiler shows of the third step."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         fake_cuda.RANGES.clear()
@@ -51,7 +50,7 @@ def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the worker's GPU has, of which two workers that share it have half each. A plan that wants 60 % of that:
     given, as one that is found depends on measured times."""
     gpus = fake_cuda.trainers_on_gpus(monkeypatch, limited=True)
-    monkeypatch.setattr(cuda, "LEAD_BYTES", 0)  # of which there would be as much as is left
+    monkeypatch.setattr(CudaDevice, "lead_bytes", 0)  # of which there would be as much as is left
     free, plan = 1_000_000, harness.single(6, 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
 
@@ -120,7 +119,7 @@ def test_a_limit_that_nobody_set_is_explained(
 class Arms(pl.Callback):
     """Says when the second batch begins."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
     armed = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

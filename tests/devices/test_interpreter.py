@@ -81,7 +81,7 @@ WITHIN: list[float] = []
 class Looks(pl.Callback):
     """The interval between steps."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.between: list[float] = []

@@ -105,7 +105,7 @@ def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkey
     )  # or there would be none
     one: core_semaphore.Semaphore = queue.SimpleQueue()
     one.put(None)
-    monkeypatch.setattr(core_semaphore, "_semaphores", {intraop_threads.CONCURRENT_DEVICES: one})
+    monkeypatch.setattr(core_semaphore, "semaphore", lambda permits: one)
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0
     strategy = ours(num_microbatches=1, layers=["Large"], plan="forward 0; fused 1-2; backward 0; round 1")

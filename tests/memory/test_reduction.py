@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from host_gradients import host_gradients
 from patience import longer_each_try
 from torch import Tensor, nn
 from without import take_out
@@ -17,7 +17,7 @@ from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.devices.errors import StreamError
 from lightning_roundpipe.memory import grad_buffers
-from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, GradientMemory, HostGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
@@ -43,9 +43,16 @@ def _layer(device: Device, *parameters: Tensor) -> HostLayer:
     return HostLayer(0, "layer", module, device, {})
 
 
-def _send(buffers: HostGradBuffers, device: Device, rounds: list[list[Tensor | None]]) -> dict[int, Tensor]:
+def _begins(layer: HostLayer, device: Device, reduction: Reduction) -> Callable[[], HostGradSums]:
+    """What begins the layer's sum in a batch."""
+    memory = GradientMemory([layer], device, reduction, workers=1)
+    memory.pool.keeps = True
+    return partial(memory.begin, layer, ())
+
+
+def _send(begin: Callable[[], HostGradSums], device: Device, rounds: list[list[Tensor | None]]) -> dict[int, Tensor]:
     """What is taken after ``rounds``, each with a gradient, or none, for each parameter."""
-    host = buffers.begin()
+    host = begin()
     for gradients in rounds:
         arena = torch.full((host.layout.nbytes,), 0xFF, dtype=torch.uint8)
         on_device = DeviceGradSums(host, arena)
@@ -82,7 +89,7 @@ def test_each_round_is_rounded_and_the_sum_is_not(
     shapes += [torch.zeros(300, dtype=torch.bfloat16), torch.zeros(65, dtype=torch.float64), torch.zeros(5000)]
     layer = _layer(device, *shapes)
     rounds = [[torch.randn(p.shape, generator=generator).to(p.dtype) for p in shapes] for _ in range(3)]
-    taken = _send(host_gradients(layer, device, reduction), device, [list(r) for r in rounds])
+    taken = _send(_begins(layer, device, reduction), device, [list(r) for r in rounds])
     for index, (master, shape) in enumerate(zip(layer.masters, shapes, strict=True)):
         expected = sum((r[index].bfloat16().to(shape.dtype) for r in rounds), torch.zeros(()).to(shape.dtype))
         assert torch.equal(taken[id(master)], expected) and taken[id(master)].dtype is shape.dtype, index
@@ -93,9 +100,9 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
 ) -> None:
     layer = _layer(device, torch.zeros(4), torch.zeros(4), torch.zeros(4))
     one = torch.ones(4)
-    buffers = host_gradients(layer, device, reduction)
+    begin = _begins(layer, device, reduction)
     for factor in (1, 2):  # the second batch finds what the first one left
-        taken = _send(buffers, device, [[one * factor, None, None], [one * factor, one * factor, None]])
+        taken = _send(begin, device, [[one * factor, None, None], [one * factor, one * factor, None]])
         assert [id(m) in taken for m in layer.masters] == [True, True, False]
         assert [taken[id(m)].unique().tolist() for m in layer.masters[:2]] == [[2.0 * factor], [1.0 * factor]]
 
@@ -121,7 +128,7 @@ def _sum_of(rounds: tuple[float, ...], reduction: Reduction, times: float, addin
         layer = _layer(device, torch.zeros(20_000))
         given: list[list[Tensor | None]] = [[torch.full((20_000,), value)] for value in rounds]
         try:
-            [taken] = _send(host_gradients(layer, device, reduction), device, given).values()
+            [taken] = _send(_begins(layer, device, reduction), device, given).values()
             device.gradients_down.synchronize()
         finally:
             device.close()
@@ -149,8 +156,9 @@ def test_each_wait_is_needed(reduction: Reduction, wait: tuple[str, str], part: 
 def test_what_is_as_narrow_already_travels_as_it_is(
     device: Device, reduction: Reduction, dtype: torch.dtype, narrowed: bool
 ) -> None:
-    buffers = host_gradients(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
-    assert buffers.layout.narrowed is narrowed and buffers.layout.travel_nbytes == 1024
+    begin = _begins(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
+    layout = begin().layout
+    assert layout.narrowed is narrowed and layout.travel_nbytes == 1024
 
 
 def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elements() -> None:

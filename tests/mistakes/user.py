@@ -127,7 +127,7 @@ def trainer(**given: Any) -> Callable[[User], Any]:
 
 
 class _Count(pl.Callback):
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, user: User) -> None:
         self.user = user

@@ -27,7 +27,7 @@ LONGEST = 60
 class Counts(pl.Callback):
     """What happens from batch ``WARM`` on."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
         self.first = self.registrations = 0

@@ -34,7 +34,7 @@ STEADY = 4
 class Listens(pl.Callback):
     """Notes waits from batch ``STEADY`` on, and those who hold the baton meanwhile."""
 
-    roundpipe_looks_away = True
+    roundpipe_passive_hooks = True
 
     def __init__(self, patch: pytest.MonkeyPatch, waiting_s: float = 0.0) -> None:
         self.waiting_s = waiting_s
