@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
@@ -49,6 +50,14 @@ def parse_bytes(value: float | str, name: str) -> int:
     if size < _LEAST_PLAIN.get(name, 1) and str(value).strip().replace(".", "", 1).isdigit():
         raise ValueError(f"{name}={value!r} says bytes, as it has no unit: write {name}={str(value).strip()}GiB.")
     return int(size)
+
+
+def refuse_taken(folder: str | Path, name: str) -> Path:
+    """Return the absolute path of a folder to write, which must be new or empty. ``name``: the setting."""
+    path = Path(folder).expanduser().absolute()
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise ValueError(f"{name}={folder} is there and not empty: name a new folder.")
+    return path
 
 
 def is_number(value: object) -> bool:

@@ -561,6 +561,7 @@ class RoundPipeStrategy(SeveralMachines):
             ``planned_device_bytes`` (of each worker, at most; None without a plan), ``peak_host_bytes``,
             ``planned_host_bytes`` (of weights, gradients and optimizer state), ``optimizer_lag_s`` (from the last
             gradient's arrival on the host to the end of the update; None while that is not known),
+            ``waits_for_optimizer`` (whether training waits for each update),
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s`` (from its start, or from the end of the previous step if they overlap),
             ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether the step had no plan, and each call a

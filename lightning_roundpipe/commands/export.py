@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_roundpipe.commands.answer import Answer
 from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run
 from lightning_roundpipe.commands.console import console_command, waiting
-from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.config import parse_bytes, refuse_taken
 from lightning_roundpipe.messages import gib
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def answer(arguments: Sequence[str]) -> Answer:
         raise ValueError(
             f"run={values['run']} is not there: name a run's folder, one with PEFT adapters, or a checkpoint."
         )
+    refuse_taken(values["to"], "to")
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):

@@ -119,6 +119,7 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
                 "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
                 "step_time_s": took,
                 "optimizer_lag_s": _lag(rows, started, applied),
+                "waits_for_optimizer": updates is None,
                 "costs": costs.to_dict() if costs is not None else None,
                 "events": rows,
                 "stalls": stalls,

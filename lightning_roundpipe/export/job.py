@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from lightning_roundpipe.config import refuse_taken
 from lightning_roundpipe.export.merging import Adapters
 from lightning_roundpipe.export.trained import Trained, find_trained, read_tokenizer, state_of
 from lightning_roundpipe.export.weight_sources import (
@@ -83,9 +84,7 @@ def export(
     trained = find_trained(run, ckpt, base)
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}.")
-    final = Path(to).expanduser().absolute()
-    if final.is_file() or (final.is_dir() and any(final.iterdir())):
-        raise ValueError(f"to={to} is there and not empty: name a new folder.")
+    final = refuse_taken(to, "to")
     with _quiet():
         job = _Job(trained, _DTYPES.get(dtype))
         with _writing(to):

@@ -61,10 +61,9 @@ def diagnose(report: Mapping[str, Any], times: StepTimes, waited_s: float) -> Di
         return None
     step_s = times.seconds / times.steps
     between_s = max(0.0, step_s - report["step_time_s"])  # before that, workers compute while the main thread waits
-    blocking = report["optimizer_lag_s"] is None
     waits = {
         "the data loader": min(between_s, waited_s / times.steps),
-        "the optimizer": min(between_s, times.updating_s / times.steps) if blocking else 0.0,
+        "the optimizer": min(between_s, times.updating_s / times.steps) if report["waits_for_optimizer"] else 0.0,
         **{kind: stalled / report["workers"] for kind, stalled in stall_seconds(report).items()},
     }
     return Diagnosis(step_s, waits) if any(waits.values()) else None
