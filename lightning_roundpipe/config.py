@@ -230,6 +230,7 @@ class Options:
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "emulation", Emulation.of(self.emulation))
         for name in ("num_microbatches", "microbatch_size", "round_microbatches", "evaluation_batches"):
             value = getattr(self, name)
             if (value is not None or name == "evaluation_batches") and not (is_whole(value) and value >= 1):

@@ -80,7 +80,7 @@ def test_what_cannot_be_cut_is_named(layers: list[str] | None, message: str) -> 
 def test_the_plan_command_cuts_what_training_cuts() -> None:
     name, machine = "tiny_qwen3_1_7b", read_machine("cpu")
     root = nn.Module()
-    root.model = make_model(read_config(name)[0], name, "none", "bf16-mixed").float()
+    root.model = make_model(read_config(name)[0], name, "bf16-mixed").float()
     formats, cuts = Formats(torch.bfloat16), []
     for budget in (largest(root), largest(root) * 5 // 8, largest(root) * 3 // 8):
         trained = layers_that_fit(root, Options(memory_budget=budget), [], formats)

@@ -51,12 +51,7 @@ def main() -> int:
 
 
 def answer(arguments: Sequence[str]) -> Answer:
-    """Export what a run has trained, and answer with what was written.
-
-    Raises:
-        ValueError: an option is wrong, or needs a package that is not installed.
-        OSError: a file cannot be read or written.
-    """
+    """Export what a run has trained, and answer with what was written."""
     values, _ = parser().read(arguments)
     for name in ("run", "to"):
         if name not in values:

@@ -57,11 +57,7 @@ def read_precision(text: str, name: str) -> str:
 
 
 def read_tiles(text: str, name: str) -> int | tuple[tuple[str, int], ...]:
-    """Return the tokens of a tile, alone or with names of modules, as the strategy takes them.
-
-    Raises:
-        ValueError: the text is neither. The message names the option ``name``.
-    """
+    """Return the tokens of a tile, alone or with names of modules, as the strategy takes them."""
     pairs = [part.rpartition(":") for part in text.split("+")]
     named = all(module for module, _, _ in pairs)
     if not all(n.isdecimal() and int(n) >= 1 for _, _, n in pairs) or not (named or text.isdecimal()):
@@ -124,11 +120,7 @@ def main() -> int:
 
 
 def plan(arguments: Sequence[str]) -> Answer:
-    """Answer a command line, and write the picture and the trace if it names them.
-
-    Raises:
-        ValueError: an option is wrong, is missing, or contradicts another one.
-    """
+    """Answer a command line, and write the picture and the trace if it names them."""
     values, settings = parser().read(arguments)
     if values.get("hardware_file") and values.get("hardware") != AUTO:
         raise ValueError("hardware_file= is what hardware=auto writes: give that, too, or leave hardware_file= out.")
@@ -203,11 +195,7 @@ def _plan(values: Mapping[str, Any], wish: Wish) -> Answer:
 
 
 def wish_of(values: Mapping[str, Any], settings: Mapping[str, Settings]) -> Wish:
-    """Return what the options ask for.
-
-    Raises:
-        ValueError: options contradict each other.
-    """
+    """Return what the options ask for. Raises ``ValueError`` if they contradict each other."""
     from lightning_roundpipe.commands.plan_shape import Wish  # imports torch
 
     known = {item.name for item in fields(Wish)}

@@ -19,12 +19,7 @@ _FASTER = 1.02
 
 
 def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
-    """Return the answer: the verdict, what would fit, the memory, and the plan if it fits.
-
-    Args:
-        found: the estimates.
-        remedies: settings that would fit; None if they were not looked for.
-    """
+    """Return the answer: the verdict, what would fit, the memory, and the plan if it fits."""
     devices = {"Each worker": found.worker} if found.worker is None else _fullest(found)
     tables = [
         _memory_table(heading, found.items_of(worker), found.memory_of(worker), locked=False)
@@ -194,14 +189,7 @@ def _tried(found: Outlook, remedies: Remedies) -> list[str]:
 
 
 def _memory_table(heading: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
-    """Return a table of memory in GiB, with the sum as its last row.
-
-    Args:
-        heading: heading of the first column.
-        items: the rows.
-        limit: bytes that the sum is compared with; None: no limit.
-        locked: whether a column lists page-locked memory.
-    """
+    """Return a table of memory in GiB, with the sum as its last row. ``locked``: with page-locked memory."""
 
     def row(name: str, rows: Sequence[Item]) -> list[str]:
         pinned = [item for item in rows if item.locked]

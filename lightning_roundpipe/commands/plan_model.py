@@ -74,14 +74,8 @@ class Longest:
 
 @dataclass(frozen=True)
 class Communication:
-    """Communication of several machines in a step.
-
-    Attributes:
-        network: the network, at the rate that it reaches.
-        nbytes: bytes that each machine sends. It receives as many.
-        busy_s: seconds for which the network is busy.
-        cost_s: seconds by which a step is longer than with an infinitely fast network.
-        period_s: seconds of a step.
+    """Communication of a step between machines: bytes that each sends and receives, seconds for which the network is
+    busy, and those by which the step is longer than with an infinitely fast one.
     """
 
     network: Network
@@ -92,23 +86,12 @@ class Communication:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether computing hides it, except for 1 % of a step at most."""
         return self.cost_s <= _HIDDEN * self.period_s
 
 
 @dataclass
 class Trial:
-    """Plans for one size of microbatches.
-
-    Attributes:
-        shape: the model, with estimates for the machine.
-        wish: the request.
-        workers: number of workers.
-        microbatches: number of microbatches of a step, on each machine.
-        sequence_length: tokens of a sequence.
-        microbatch_size: sequences of a microbatch.
-        judged: seconds of each of many steps, by plan that fits.
-    """
+    """Plans for one size of microbatches. ``judged``: seconds of each of many steps, by plan that fits."""
 
     shape: ModelShape
     wish: Wish
@@ -120,27 +103,22 @@ class Trial:
 
     @property
     def hardware(self) -> Hardware:
-        """The machine."""
         return self.shape.hardware
 
     @property
     def parameters(self) -> Parameters:
-        """Numbers of the model's parameters."""
         return self.shape.parameters
 
     @property
     def costs(self) -> Costs:
-        """Costs of the calls of a microbatch."""
         return self.shape.costs(self.microbatch_size, self.sequence_length)
 
     @cached_property
     def rules(self) -> Rules:
-        """Rules of the simulation."""
         return replace(self.shape.rules(self.wish.staleness, self.wish.network), memory=self.limits.memory)
 
     @cached_property
     def limits(self) -> Limits:
-        """Limits of the plan."""
         wish, memory = self.wish, memory_of(self.wish, self.hardware)
         searches = wish.search and wish.search_seconds > 0  # otherwise few layers are fused, whatever the memory
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
@@ -167,11 +145,9 @@ class Trial:
         return next((plan for plan in (cut, *beside) if self.has_room_for(plan)), smallest)
 
     def host_items_of(self, plan: Plan) -> list[Item]:
-        """Return the parts of the memory of each host."""
         return host_items(plan, self.costs, self.parameters, self.workers, self.microbatches)
 
     def has_room_for(self, plan: Plan) -> bool:
-        """Return whether workers and hosts have memory for ``plan``."""
         return (
             fits(plan, self.costs, self.workers, self.limits.memory)
             and total(self.host_items_of(plan)) <= self.hardware.host_memory
@@ -187,7 +163,6 @@ class Trial:
         return self.judged[plan]
 
     def seconds_a_sequence(self, plan: Plan) -> float:
-        """Return what `judge` does, for each sequence of a step."""
         return self.judge(plan) / (self.microbatch_size * self.microbatches)
 
     def best(self, part: float) -> Plan | None:
@@ -219,11 +194,8 @@ class Trial:
 class Outlook(Trial):
     """Plan and estimates for a `Wish`.
 
-    Attributes:
-        plan: the wish's own plan, or the fastest that was found. If none fits, the one that takes the least memory.
-        run: simulated steps; None if the model does not fit.
-        longest: the longest sequence; None if it was not looked for.
-        assumed: assumptions about the machine, in sentences.
+    If nothing fits, ``plan`` is the one that takes the least memory, and ``run`` is None. ``longest`` is None if it was
+    not looked for; ``assumed``: assumptions about the machine, in sentences.
     """
 
     plan: Plan
@@ -233,7 +205,6 @@ class Outlook(Trial):
 
     @cached_property
     def device_items(self) -> list[Item]:
-        """Parts of the memory of `worker`."""
         return self.items_of(self.worker)
 
     def items_of(self, worker: int | None) -> list[Item]:
@@ -256,12 +227,10 @@ class Outlook(Trial):
 
     @cached_property
     def host_items(self) -> list[Item]:
-        """Parts of the memory of each host."""
         return self.host_items_of(self.plan)
 
     @property
     def refined(self) -> Refined:
-        """The layers after cutting."""
         return self.shape.refined
 
     @property
@@ -271,12 +240,10 @@ class Outlook(Trial):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether rounds run side by side."""
         return self.plan.side_by_side(self.workers, self.microbatches)
 
     @property
     def stages(self) -> list[StageRow]:
-        """Stages in running order."""
         return stage_rows(self.plan, self.costs, self.workers)
 
     @property
@@ -286,12 +253,10 @@ class Outlook(Trial):
 
     @property
     def fits_device(self) -> bool:
-        """Whether every worker has enough memory."""
         return fits(self.plan, self.costs, self.workers, self.limits.memory)
 
     @property
     def fits_host(self) -> bool:
-        """Whether each host has enough memory."""
         return total(self.host_items) <= self.hardware.host_memory
 
     @property
@@ -307,7 +272,6 @@ class Outlook(Trial):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step on all machines."""
         return self.wish.machines * self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
@@ -322,7 +286,6 @@ class Outlook(Trial):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all machines together. The model must fit."""
         return self.step_tokens / self.period_s
 
     @cached_property
@@ -384,18 +347,14 @@ def look(wish: Wish) -> Outlook:
     """Estimate costs, search the best plan within memory or take the wish's own, and simulate it.
 
     Raises:
-        ValueError: a name of the wish is not known, or a number is out of range. A model that does not fit is no error.
+        ValueError: a setting is wrong. A model that does not fit is no error.
     """
     machine, assumed = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
     return look_at(shape_of(wish, machine), wish, assumed)
 
 
 def check(wish: Wish) -> None:
-    """Check what does not depend on the machine, before `this_machine` measures it.
-
-    Raises:
-        ValueError: the model, its adapters, the plan or the sequence length is wrong.
-    """
+    """Check what does not depend on the machine, before `this_machine` measures it. Raises ``ValueError``."""
     if wish.plan is not None:
         Plan.parse(wish.plan)
     _length_of(wish, shape_of(wish, EMULATED))
@@ -413,11 +372,7 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
 
 
 def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
-    """Build the model of a wish on the meta device, with estimates for ``machine``.
-
-    Raises:
-        ValueError: see `ModelShape`.
-    """
+    """Return the model of a wish on the meta device, with estimates for ``machine``; see `ModelShape`."""
     shape = ModelShape(wish, machine, least(memory_of(wish, machine)))
     return shape if wish.token_tiles is None else shape.in_tiles(wish.token_tiles)
 
@@ -430,17 +385,7 @@ def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
 
 
 def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
-    """Return the outlook of a model that has been built; see `look`.
-
-    Args:
-        shape: the model, from `shape_of`.
-        wish: the request.
-        assumed: assumptions about the machine, in sentences.
-        longest: whether to look for the longest sequence, which takes some seconds.
-
-    Raises:
-        ValueError: a number or the plan of the wish is wrong. A model that does not fit is no error.
-    """
+    """Return the outlook of a model from `shape_of`; see `look`. ``longest``: whether to look for the longest one."""
     memory = least(memory_of(wish, shape.hardware))
     workers = wish.workers or shape.hardware.workers
     microbatches = wish.microbatches or 2 * workers

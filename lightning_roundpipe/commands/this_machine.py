@@ -1,7 +1,4 @@
-"""``hardware=auto``: measures this machine, and writes a file like those in ``conf/hardware``.
-
-The plan is made from the file, so a later command with ``hardware=FILE`` has the same numbers.
-"""
+"""``hardware=auto``: measures this machine into a file like those in ``conf/hardware``, of which plans are made."""
 
 from __future__ import annotations
 
@@ -38,17 +35,12 @@ def default_path() -> Path:
 
 
 def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
-    """Measure this machine into a file, and return the file's path and text.
+    """Measure this machine into a file, and return the file's path and text; progress goes to standard error.
 
-    Standard error has one line of progress, and one that names the file.
-
-    Args:
-        path: the file; None: `default_path`.
-        workers: number of devices; see `probe`.
+    ``path`` None: `default_path`. ``workers``: number of devices; see `probe`.
 
     Raises:
         ValueError: the file exists already, its name is not allowed, ``workers`` is out of range, or a probe failed.
-        OSError: the file cannot be written.
     """
     path = default_path() if path is None else path
     if path.suffix not in (".yaml", ".yml") or "," in str(path):
@@ -70,11 +62,7 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
 
 
 def refuse_missing(workers: int | None) -> None:
-    """Refuse to measure more GPUs than this machine has. Plans, and emulated devices, may have any number.
-
-    Raises:
-        ValueError: there are fewer GPUs than ``workers``.
-    """
+    """Refuse to measure more GPUs than this machine has. Plans, and emulated devices, may have any number."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count and (workers or 0) > count:
         raise ValueError(

@@ -103,12 +103,12 @@ def from_package(
             raise ValueError(f"{setting}: {path} is not a GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
     parsing_once = _parsing_once()
-    with _reading(path, setting, remedy), parsing_once():
+    with reading(path, setting, remedy), parsing_once():
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
 
     def load() -> PreTrainedModel:
-        with _reading(path, setting, remedy), parsing_once():
+        with reading(path, setting, remedy), parsing_once():
             model = _whole_model(folder, gguf_file=name, config=config, **_unpacked())
         _forget_quantisation(model)
         if packing.quantization is not None:
@@ -226,10 +226,10 @@ def from_name(
     config = _configuration(path, setting)
     stretch(config, rope)
     if weights == RANDOM:
-        reading = _reading(path, setting, _AGAIN)
-        with _reading(path, setting, _AGAIN):
+        with reading(path, setting):
             tokenizer = _tokenizer(path)
-        return Pretrained(config, tokenizer, f"a random {name}", reading(lambda: _random_model(config, dtype, packing)))
+        draw = reading(path, setting)(lambda: _random_model(config, dtype, packing))
+        return Pretrained(config, tokenizer, f"a random {name}", draw)
     setting = f"model.weights={str(weights)!r}"
     found = _from_files(_find(str(weights), setting, weights=True), setting, dtype, packing, config)
     return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
@@ -276,7 +276,7 @@ def _find(text: str, setting: str, *, weights: bool) -> Path:
 
 
 def _configuration(path: Path, setting: str) -> PretrainedConfig:
-    with _reading(path, setting, _AGAIN):
+    with reading(path, setting):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
         return config
 
@@ -310,18 +310,18 @@ def _from_files(
     path: Path, setting: str, dtype: str, packing: _Packing, config: PretrainedConfig | None = None
 ) -> Pretrained:
     """Return the model in a folder, with ``config`` instead of its own configuration if given."""
-    with _reading(path, setting, _AGAIN):
+    with reading(path, setting):
         files = weight_files(path)
     for file, names in files.items():
-        with _reading(file, setting, _AGAIN):
+        with reading(file, setting):
             check_file(file, names)
     options: dict[str, Any] = {} if config is None else {"config": config}
-    with _reading(path, setting, _AGAIN):
+    with reading(path, setting):
         tokenizer = _tokenizer(path)
     own = _configuration(path, setting) if config is None else config
     if quantize.stored_quantization(own, setting, packing.quantization) or packing.quantization:
         options |= {"quantization": packing.quantization, "double_quantization": packing.double}
-    load = _reading(path, setting, _AGAIN)(lambda: _whole_model(path, dtype=dtype, **options))
+    load = reading(path, setting)(lambda: _whole_model(path, dtype=dtype, **options))
     return Pretrained(own, tokenizer, str(path), load, path)
 
 
@@ -422,7 +422,7 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
+def reading(path: Path, setting: str, remedy: str = _AGAIN) -> Iterator[None]:
     """Hide Hugging Face's progress bars, and turn errors about a broken file into one with a remedy."""
     try:
         with quantize.without_progress_bars():
@@ -432,5 +432,5 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "a folder"
         raise ValueError(
-            f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}"
+            f"{setting}: {path} ({size}) cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}."
         ) from error
