@@ -92,8 +92,7 @@ def predict(row: dict[str, Any]) -> Row:
         staleness=1 if row["mode"] == "async" else 0,
         memory=NO_LIMIT,
         host_memory=NO_LIMIT,
-        search=False,
-        like_paper=True,
+        partitioner="paper",
         model_settings=(("max_position_embeddings", str(row["sequence"])),) if row["sequence"] > POSITIONS else (),
     )
     shape = shape_at(replace(wish, sequence_length=None, microbatch_size=None, microbatches=None, max_round=None))

@@ -197,6 +197,15 @@ def optimizer_state_of(value: Any, name: str = "optimizer_state") -> str:
     return str(value)
 
 
+_SWITCHES = {
+    "overlap": "True or False (one microbatch after another, each as a whole)",
+    "carry_products": "True (products of the forward go to the host and back where that is faster) or False (backward "
+    "computes them again)",
+    "shard_optimizer": "True (on several machines, each has the optimizer's state of some layers) or False (each has "
+    "all)",
+}
+"""Options that are true or false, and what that means."""
+
 PLAN_POLICIES = ("measured", "static")
 """How a plan is made: from the times of the first batch, or from the shapes of its calls."""
 
@@ -235,15 +244,9 @@ class Options:
             value = getattr(self, name)
             if (value is not None or name == "evaluation_batches") and not (is_whole(value) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not isinstance(self.overlap, bool):
-            raise ValueError(
-                f"overlap={self.overlap!r} must be True or False (one microbatch after another, each as a whole)."
-            )
-        if not isinstance(self.carry_products, bool):
-            raise ValueError(
-                f"carry_products={self.carry_products!r} must be True (products of the forward go to the host and back "
-                "where that is faster) or False (backward computes them again)."
-            )
+        for name, meaning in _SWITCHES.items():
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {meaning}.")
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both set, "
@@ -265,11 +268,6 @@ class Options:
             raise ValueError(
                 f"machine_timeout={self.machine_timeout!r} must be a number of at least 5 seconds: machines say every "
                 "half second that they are alive."
-            )
-        if not isinstance(self.shard_optimizer, bool):
-            raise ValueError(
-                f"shard_optimizer={self.shard_optimizer!r} must be True (on several machines, each has the optimizer's "
-                "state of some layers) or False (each has all)."
             )
         network = str(self.network_dtype).removeprefix("torch.")
         if self.network_dtype is not None and network not in NETWORK_DTYPES:

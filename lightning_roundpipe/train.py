@@ -38,7 +38,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError, is_whole
-from lightning_roundpipe.messages import RoundPipeWarning, plural
+from lightning_roundpipe.messages import RoundPipeWarning, plural, raised_here
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, options_first, wrong_option
 from lightning_roundpipe.reports.sweep import finished_sweep, forget_sweep, make_plans_static
 
@@ -229,9 +229,7 @@ def _is_mistake(error: Exception, started: bool) -> bool:
         return True
     if not started:
         return isinstance(error, (ValueError, TypeError, OSError, ImportError))
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    ours = str(frame.f_globals["__name__"]).startswith("lightning_roundpipe.")
-    return ours and isinstance(error, (ValueError, OSError, RoundPipeError))
+    return raised_here(error) and isinstance(error, (ValueError, OSError, RoundPipeError))
 
 
 def _say_how_to_go_on(job: Job, error: BaseException) -> None:

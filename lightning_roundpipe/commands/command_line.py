@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lightning_roundpipe.commands.answer import Answer
-from lightning_roundpipe.messages import did_you_mean
+from lightning_roundpipe.messages import did_you_mean, raised_here
 
 Settings = tuple[tuple[str, str], ...]
 """Settings of a group as pairs of name and text: ``lora.r=8`` is ``("r", "8")``."""
@@ -55,7 +55,8 @@ class Parser(argparse.ArgumentParser):
                     raise ValueError(f"{name}= has no value: write {name}=VALUE.")
                 groups[group][setting] = text
             else:
-                plain.append(f"--{name.replace('-', '_')}={text}" if equals else argument)
+                name = f"--{name.replace('-', '_')}"
+                plain.append(f"{name}={text}" if equals else name if argument.startswith("--") else argument)
         try:
             found, unknown = self.parse_known_args(plain)
         except argparse.ArgumentError as error:  # its message names the option if a reader has written it
@@ -137,22 +138,10 @@ def run(program: str, answer: Callable[[Sequence[str]], Answer]) -> int:
     except BrokenPipeError:
         raise  # the reader has gone: `console_command` ends the program
     except (ValueError, OSError) as error:
-        if not is_mistake(error):
+        if not (isinstance(error, OSError) or raised_here(error)):  # a fault of ours or of a library
             raise
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     sys.stdout.write(text)
     sys.stdout.flush()
     return found.code
-
-
-def is_mistake(error: BaseException) -> bool:
-    """Return whether an error is a user's mistake, and not a fault of this package or a library."""
-    if isinstance(error, OSError):
-        return True
-    trace = error.__traceback__
-    module = ""
-    while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        trace = trace.tb_next
-    return module.startswith("lightning_roundpipe.")

@@ -199,13 +199,10 @@ def wish_of(values: Mapping[str, Any], settings: Mapping[str, Settings]) -> Wish
     from lightning_roundpipe.commands.plan_shape import Wish  # imports torch
 
     known = {item.name for item in fields(Wish)}
-    paper = values.get("partitioner") == "paper"
     wish = Wish(
         **{name: value for name, value in values.items() if name in known},
         model_settings=settings["model"],
         lora_settings=settings["lora"],
-        search=not paper,
-        like_paper=paper,
     )
     if wish.plan is not None:
         for name in ("partitioner", "search_seconds"):
@@ -215,7 +212,7 @@ def wish_of(values: Mapping[str, Any], settings: Mapping[str, Settings]) -> Wish
         raise ValueError(f"machines={wish.machines} exchange gradients and weights: say over what: network=25Gbit.")
     if wish.network is not None and wish.machines == 1:
         raise ValueError("network= is between several machines: say how many, as machines=2, or leave it out.")
-    if wish.machines > 1 and paper:
+    if wish.machines > 1 and wish.like_paper:
         raise ValueError("partitioner=paper predicts a library that trains on one machine: leave machines= or it out.")
     refuse_unscaled(wish.reduce_dtype, wish.precision)
     return wish

@@ -233,7 +233,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "reduce_dtype": wish.reduce_dtype,
         "optimizer_state": wish.optimizer_state,
         "gradient_clip_val": wish.gradient_clip_val,
-        "partitioner": "paper" if wish.like_paper else "search",
+        "partitioner": wish.partitioner,
         "max_positions": wish.max_positions,
         "token_tiles": dict(wish.token_tiles) if isinstance(wish.token_tiles, tuple) else wish.token_tiles,
         "machines": wish.machines,

@@ -120,14 +120,15 @@ class Trial:
     @cached_property
     def limits(self) -> Limits:
         wish, memory = self.wish, memory_of(self.wish, self.hardware)
-        searches = wish.search and wish.search_seconds > 0  # otherwise few layers are fused, whatever the memory
+        searches = (
+            not wish.like_paper and wish.search_seconds > 0
+        )  # else few layers are fused, whatever the memory
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
-        lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
+        lowest = min(usual.min_round, wish.max_round or usual.min_round, self.microbatches)
         most = _host_round(self.costs, self.shape, self.workers, self.microbatches)
         if wish.max_round is not None:
             most = min(most, wish.max_round)
-        beside = wish.search and wish.min_round is None
-        return Limits(lowest, usual.max_fused, memory, max(lowest, most), beside)
+        return Limits(lowest, usual.max_fused, memory, max(lowest, most), not wish.like_paper)
 
     @property
     def smallest(self) -> Plan:
@@ -173,7 +174,7 @@ class Trial:
             plan.validate(costs.layers)
         elif not self.has_room_for(self.smallest):
             return None
-        elif not wish.search:
+        elif wish.like_paper:
             plan = paper_plan(costs, self.workers, self.microbatches, limits)
         else:
             turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
@@ -395,7 +396,7 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
     run = None
     if chosen.has_room_for(plan):
         run = run_steps(plan, chosen.costs, workers, microbatches, chosen.rules, 2 * _STEPS)
-    found = find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None
+    found = find_longest(shape, workers, microbatches, memory) if longest else None
     return Outlook(
         shape, wish, workers, microbatches, chosen.sequence_length, chosen.microbatch_size, chosen.judged,
         plan=plan, run=run, longest=found, assumed=assumed,
@@ -420,7 +421,7 @@ def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
         return pair[0].seconds_a_sequence(pair[1])
 
     best, plan = min(found, key=seconds)  # of equal ones, the largest size
-    if len(trials) > 1 and best.wish.search and (longer := best.best(1 - part * len(found))) is not None:
+    if len(trials) > 1 and not best.wish.like_paper and (longer := best.best(1 - part * len(found))) is not None:
         return min((best, plan), (best, longer), key=seconds)
     return best, plan
 
@@ -438,16 +439,14 @@ def _host_round(costs: Costs, shape: ModelShape, workers: int, microbatches: int
     return 0
 
 
-def find_longest(
-    shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None = None
-) -> Longest:
+def find_longest(shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> Longest:
     """Return the longest sequence that fits. ``memory``: bytes of each worker; None: no limit.
 
     Microbatches have one sequence, stages have one call, and rounds are as small as needed.
     """
 
     def why_not(tokens: int) -> str | None:
-        return _why_not(shape.costs(1, tokens), shape, workers, microbatches, memory, min_round)
+        return _why_not(shape.costs(1, tokens), shape, workers, microbatches, memory)
 
     low, high = 0, max(shape.longest // _LENGTHS * _LENGTHS, min(shape.longest, _LENGTHS))
     reason = why_not(high)
@@ -466,20 +465,15 @@ def find_longest(
     return Longest(low, reason)
 
 
-def plan_of_longest(
-    costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
-) -> Plan:
+def plan_of_longest(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> Plan:
     """Return the plan that `find_longest` checks."""
-    lowest = min_round or workers
-    most = max(lowest, _host_round(costs, shape, workers, microbatches))
-    return smallest_within(costs, workers, microbatches, lowest, memory, most)
+    most = max(workers, _host_round(costs, shape, workers, microbatches))
+    return smallest_within(costs, workers, microbatches, workers, memory, most)
 
 
-def _why_not(
-    costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
-) -> str | None:
+def _why_not(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> str | None:
     """Return what is too large, in words; None if the plan fits."""
-    plan = plan_of_longest(costs, shape, workers, microbatches, memory, min_round)
+    plan = plan_of_longest(costs, shape, workers, microbatches, memory)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={_size(memory)} of each worker, the largest part for {_without_stage(item)}"

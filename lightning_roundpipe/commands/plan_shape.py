@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,7 @@ Tiles = int | tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Wish:
-    """Request for a plan. Fields have the names and meanings of the command's options, sizes in bytes.
-
-    Without ``search``, the paper's algorithm makes the plan. ``like_paper``: predict the paper's library.
-    """
+    """Request for a plan. Fields have the names and meanings of the command's options, sizes in bytes."""
 
     model: str
     hardware: str | None = None
@@ -58,10 +55,8 @@ class Wish:
     workers: int | None = None
     staleness: Staleness = 0
     memory: int | None = None
-    min_round: int | None = None
     max_round: int | None = None
     search_seconds: float = SEARCH_SECONDS
-    search: bool = True
     plan: str | None = None
     gpu: str | None = None
     gpus: int | None = None
@@ -72,12 +67,17 @@ class Wish:
     optimizer_state: str = "fp32"
     carry_products: bool = False
     gradient_clip_val: float | None = None
-    like_paper: bool = False
+    partitioner: Literal["search", "paper"] = "search"
     max_positions: int | None = None
     machines: int = 1
     network: float | None = None
     """Bytes a second."""
     token_tiles: Tiles | None = None
+
+    @property
+    def like_paper(self) -> bool:
+        """Whether to predict the paper's library, with a plan of its algorithm; see `ModelShape`."""
+        return self.partitioner == "paper"
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
         """Return the wish with other values of some options. ``model.NAME`` and ``lora.NAME`` are settings."""
