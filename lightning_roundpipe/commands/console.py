@@ -50,6 +50,7 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
 _NOISE = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
     "torch.utils._pytree": "<enum ",
+    "torchao": "Failed to load ",
 }
 """Beginnings of what libraries that PEFT imports log, of which no command uses anything: bitsandbytes and torchao."""
 

@@ -120,9 +120,7 @@ class Trial:
     @cached_property
     def limits(self) -> Limits:
         wish, memory = self.wish, memory_of(self.wish, self.hardware)
-        searches = (
-            not wish.like_paper and wish.search_seconds > 0
-        )  # else few layers are fused, whatever the memory
+        searches = not wish.like_paper and wish.search_seconds > 0  # else few layers are fused, whatever the memory
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
         lowest = min(usual.min_round, wish.max_round or usual.min_round, self.microbatches)
         most = _host_round(self.costs, self.shape, self.workers, self.microbatches)
