@@ -24,7 +24,8 @@ from common import parser_of, show
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.schedule import Plan
 
 ROWS = Path(__file__).with_name("measured.json")

@@ -23,7 +23,8 @@ from lightning_roundpipe.commands.plan_model import (
     shape_of,
     total,
 )
-from lightning_roundpipe.commands.plan_shape import TILE, ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.memory import device_bytes, device_items, host_items
 
 PAGE = Path(__file__).with_name("long-sequences.md")

@@ -11,7 +11,8 @@ from zoo_runs import expected
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
-from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from lightning_roundpipe.commands.choices import make_model, read_config, with_adapters
-from lightning_roundpipe.commands.command_line import Settings
 from lightning_roundpipe.commands.machines import AUTO
 from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights
+from lightning_roundpipe.commands.wish import Tiles, Wish
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
@@ -26,8 +24,7 @@ from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs
 from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
-from lightning_roundpipe.planning.profile import Hardware, Precision
-from lightning_roundpipe.planning.search import SEARCH_SECONDS
+from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.tiles import tiled
 
 USUAL_LENGTH = 2048
@@ -35,59 +32,6 @@ USUAL_LENGTH = 2048
 
 _MOST_LENGTH = 2**20
 """Positions of a model whose configuration has no limit."""
-
-
-Tiles = int | tuple[tuple[str, int], ...]
-"""The strategy's ``token_tiles``; a mapping as its items."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """Request for a plan. Fields have the names and meanings of the command's options, sizes in bytes."""
-
-    model: str
-    hardware: str | None = None
-    lora: str = "none"
-    precision: Precision = "bf16-mixed"
-    sequence_length: int | None = None
-    microbatch_size: int | None = None
-    microbatches: int | None = None
-    workers: int | None = None
-    staleness: Staleness = 0
-    memory: int | None = None
-    max_round: int | None = None
-    search_seconds: float = SEARCH_SECONDS
-    plan: str | None = None
-    gpu: str | None = None
-    gpus: int | None = None
-    host_memory: int | None = None
-    lora_settings: Settings = ()
-    model_settings: Settings = ()
-    reduce_dtype: str | None = None
-    optimizer_state: str = "fp32"
-    carry_products: bool = False
-    gradient_clip_val: float | None = None
-    partitioner: Literal["search", "paper"] = "search"
-    max_positions: int | None = None
-    machines: int = 1
-    network: float | None = None
-    """Bytes a second."""
-    token_tiles: Tiles | None = None
-
-    @property
-    def like_paper(self) -> bool:
-        """Whether to predict the paper's library, with a plan of its algorithm; see `ModelShape`."""
-        return self.partitioner == "paper"
-
-    def changed(self, changes: Mapping[str, Any]) -> Wish:
-        """Return the wish with other values of some options. ``model.NAME`` and ``lora.NAME`` are settings."""
-        options: dict[str, Any] = {}
-        for name, value in changes.items():
-            group, dot, setting = name.partition(".")
-            field = f"{group}_settings" if dot else name
-            before = options.get(field, getattr(self, field))
-            options[field] = tuple({**dict(before), setting: value}.items()) if dot else value
-        return replace(self, **options)
 
 
 TILE = 4096

@@ -14,7 +14,8 @@ from itertools import combinations
 from typing import Any
 
 from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Outlook, look_at, shape_of, total
-from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.planning.memory import size_text
 
