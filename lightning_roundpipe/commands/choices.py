@@ -83,11 +83,12 @@ def make_model(config: PretrainedConfig, name: str, precision: Precision) -> nn.
     try:
         with torch.device("meta"), _quiet():
             try:
-                return build(config, dtype=_DTYPES[precision], attn_implementation=ATTENTION).train()  # type: ignore[no-any-return]
+                model: nn.Module = build(config, dtype=_DTYPES[precision], attn_implementation=ATTENTION)
             except (KeyError, ValueError):  # some architectures allow only their own attention
-                return build(config, dtype=_DTYPES[precision], attn_implementation="eager").train()  # type: ignore[no-any-return]
+                model = build(config, dtype=_DTYPES[precision], attn_implementation="eager")
     except Exception as error:
         raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
+    return model.train()
 
 
 def with_adapters(model: nn.Module, name: str, lora: str, changed: Settings, packed_as: str | None) -> nn.Module:

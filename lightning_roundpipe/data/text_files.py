@@ -115,8 +115,8 @@ class TextFiles(TokenRows):
             source, held_out = self._stores[0], self._stores[-1]
             parts = self._divided(source) if held_out is source else (np.arange(len(s)) for s in (source, held_out))
             training, validation = parts
-            self.training = self._laid_out("training", source, training)
-            self.validation = self._laid_out("validation", held_out, validation)
+            rows = self._laid_out("training", source, training), self._laid_out("validation", held_out, validation)
+            self.training, self.validation = rows
 
     def _open(self, path: Path, setting: str) -> TokenStore:
         store = open_store(path, setting, self._encoder, self._cache)
