@@ -100,10 +100,9 @@ class Wish:
         known = {item.name for item in fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         wish = cls(**given, model_settings=settings["model"], lora_settings=settings["lora"])
-        if wish.plan is not None:
-            for name in ("partitioner", "search_seconds"):
-                if name in values:
-                    raise ValueError(f"{name}= is about finding a plan, and plan= gives it: leave one of them out.")
+        for name in ("partitioner", "search_seconds"):
+            if wish.plan is not None and name in values:
+                raise ValueError(f"{name}= is about finding a plan, and plan= gives its stages: leave one of them out.")
         if wish.machines > 1 and wish.network is None:
             raise ValueError(f"machines={wish.machines} exchange gradients and weights: say over what: network=25Gbit.")
         if wish.network is not None and wish.machines == 1:
