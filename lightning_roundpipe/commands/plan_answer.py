@@ -92,7 +92,7 @@ def _facts(found: Outlook) -> list[str]:
             f"{sent.network.machines} machines: each sends and receives {sent.nbytes / 1e9:,.2f} GB a step, which "
             f"takes {_seconds(sent.busy_s)} at {rate / 1e9:,.2f} GB/s, {hidden}."
         )
-    if (stuck := found.refined.stuck) is not None:
+    if (stuck := found.shape.refined.stuck) is not None:
         lines.append(f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}.")
     if (longest := found.longest) is not None:
         lines.append(

@@ -10,7 +10,6 @@ from functools import cached_property
 from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
 from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape
 from lightning_roundpipe.commands.wish import Wish
-from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.data_parallel import data_parallel_s
@@ -230,13 +229,9 @@ class Outlook(Trial):
         return self.host_items_of(self.plan)
 
     @property
-    def refined(self) -> Refined:
-        return self.shape.refined
-
-    @property
     def cuts(self) -> list[str]:
         """Layers that are too large for a worker, and the modules they are cut into."""
-        return self.refined.summary() if self.refined.stuck is None else []
+        return self.shape.refined.summary() if self.shape.refined.stuck is None else []
 
     @property
     def side_by_side(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_roundpipe.commands.hardware_probes import probe
-from lightning_roundpipe.commands.machines import MOST_WORKERS
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.profile import Hardware
 
@@ -37,18 +36,14 @@ def default_path() -> Path:
 def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
     """Measure this machine into a file, and return the file's path and text; progress goes to standard error.
 
-    ``path`` None: `default_path`. ``workers``: number of devices; see `probe`.
-
     Raises:
-        ValueError: the file exists already, its name is not allowed, ``workers`` is out of range, or a probe failed.
+        ValueError: the file exists already, its name is not allowed, or a probe failed.
     """
     path = default_path() if path is None else path
     if path.suffix not in (".yaml", ".yml") or "," in str(path):
         raise ValueError(f"hardware_file={path} must be one file whose name ends in .yaml, as hardware= reads it.")
     if not path.parent.is_dir():
         raise ValueError(f"hardware_file={path} cannot be written: there is no folder {path.parent}.")
-    if (workers or 1) > MOST_WORKERS:
-        raise ValueError(f"workers={workers} must be 1 to {MOST_WORKERS}.")
     if path.exists():
         raise ValueError(
             f"hardware=auto would overwrite {path}. Plan with it by hardware={path}, remove it to measure again, or "
