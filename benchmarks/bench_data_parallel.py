@@ -19,7 +19,7 @@ from common import parser_of, show
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of, total
-from lightning_roundpipe.commands.plan_shape import Wish
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.memory import host_items
 from lightning_roundpipe.planning.pipeline import Staleness, run_steps
 from lightning_roundpipe.planning.search import paper_plan

@@ -24,8 +24,8 @@ from common import BatchEnds, Stopwatch, parser_of, quiet, show
 from hydra import compose, initialize_config_module
 
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
-from lightning_roundpipe.callbacks.peak_host_memory import peak_bytes
 from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.devices.host_memory import peak_bytes
 from lightning_roundpipe.planning.packing import PackedFormat, pack
 from lightning_roundpipe.tasks.fine_tuning import build
 

@@ -29,9 +29,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.devices.heap import give_back
+from lightning_roundpipe.devices.host_memory import forget_peak, peak_bytes
 from lightning_roundpipe.tasks.fine_tuning import build
 
 MIB = 2**20

@@ -24,7 +24,8 @@ from common import parser_of, show
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.schedule import Plan
 
 ROWS = Path(__file__).with_name("measured.json")
@@ -92,8 +93,7 @@ def predict(row: dict[str, Any]) -> Row:
         staleness=1 if row["mode"] == "async" else 0,
         memory=NO_LIMIT,
         host_memory=NO_LIMIT,
-        search=False,
-        like_paper=True,
+        partitioner="paper",
         model_settings=(("max_position_embeddings", str(row["sequence"])),) if row["sequence"] > POSITIONS else (),
     )
     shape = shape_at(replace(wish, sequence_length=None, microbatch_size=None, microbatches=None, max_round=None))

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_roundpipe.commands.plan_model import Outlook, Wish, look
+from lightning_roundpipe.commands.plan_model import Outlook, look
+from lightning_roundpipe.commands.wish import Wish
 
 PAGE = Path(__file__).with_name("large-models.md")
 PLANS = PAGE.with_suffix(".txt")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import USUAL_TILE, Wish
+from lightning_roundpipe.commands.plan_shape import USUAL_TILE
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.reports.pictures import save
 
 HERE = Path(__file__).parent

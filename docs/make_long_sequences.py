@@ -23,7 +23,8 @@ from lightning_roundpipe.commands.plan_model import (
     shape_of,
     total,
 )
-from lightning_roundpipe.commands.plan_shape import TILE, ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.memory import device_bytes, device_items, host_items
 
 PAGE = Path(__file__).with_name("long-sequences.md")
@@ -131,7 +132,7 @@ def needs(row: Row, tokens: int) -> tuple[Need, Need]:
 def _need(shape: ModelShape, wish: Wish, tokens: int) -> Need:
     assert wish.microbatches is not None
     costs = shape.costs(1, tokens)
-    plan = plan_of_longest(costs, shape, 1, wish.microbatches, memory_of(wish, shape.hardware), None)
+    plan = plan_of_longest(costs, shape, 1, wish.microbatches, memory_of(wish, shape.hardware))
     items = device_items(plan, costs, 1, device_bytes(plan, costs, 1))
     return Need(total(items), total(host_items(plan, costs, shape.parameters)))
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of, total
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.pipeline import Staleness
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 
 PAGE = Path(__file__).parent.with_name("README.md")
 BEGIN, END = "<!-- figures: docs/make_what_fits.py -->\n", "<!-- end of figures -->\n"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
@@ -49,6 +50,14 @@ def parse_bytes(value: float | str, name: str) -> int:
     if size < _LEAST_PLAIN.get(name, 1) and str(value).strip().replace(".", "", 1).isdigit():
         raise ValueError(f"{name}={value!r} says bytes, as it has no unit: write {name}={str(value).strip()}GiB.")
     return int(size)
+
+
+def refuse_taken(folder: str | Path, name: str) -> Path:
+    """Return the absolute path of a folder to write, which must be new or empty. ``name``: the setting."""
+    path = Path(folder).expanduser().absolute()
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise ValueError(f"{name}={folder} is there and not empty: name a new folder.")
+    return path
 
 
 def is_number(value: object) -> bool:
@@ -188,6 +197,15 @@ def optimizer_state_of(value: Any, name: str = "optimizer_state") -> str:
     return str(value)
 
 
+_SWITCHES = {
+    "overlap": "True or False (one microbatch after another, each as a whole)",
+    "carry_products": "True (products of the forward go to the host and back where that is faster) or False (backward "
+    "computes them again)",
+    "shard_optimizer": "True (on several machines, each has the optimizer's state of some layers) or False (each has "
+    "all)",
+}
+"""Options that are true or false, and what that means."""
+
 PLAN_POLICIES = ("measured", "static")
 """How a plan is made: from the times of the first batch, or from the shapes of its calls."""
 
@@ -221,19 +239,14 @@ class Options:
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "emulation", Emulation.of(self.emulation))
         for name in ("num_microbatches", "microbatch_size", "round_microbatches", "evaluation_batches"):
             value = getattr(self, name)
             if (value is not None or name == "evaluation_batches") and not (is_whole(value) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not isinstance(self.overlap, bool):
-            raise ValueError(
-                f"overlap={self.overlap!r} must be True or False (one microbatch after another, each as a whole)."
-            )
-        if not isinstance(self.carry_products, bool):
-            raise ValueError(
-                f"carry_products={self.carry_products!r} must be True (products of the forward go to the host and back "
-                "where that is faster) or False (backward computes them again)."
-            )
+        for name, meaning in _SWITCHES.items():
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {meaning}.")
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both set, "
@@ -255,11 +268,6 @@ class Options:
             raise ValueError(
                 f"machine_timeout={self.machine_timeout!r} must be a number of at least 5 seconds: machines say every "
                 "half second that they are alive."
-            )
-        if not isinstance(self.shard_optimizer, bool):
-            raise ValueError(
-                f"shard_optimizer={self.shard_optimizer!r} must be True (on several machines, each has the optimizer's "
-                "state of some layers) or False (each has all)."
             )
         network = str(self.network_dtype).removeprefix("torch.")
         if self.network_dtype is not None and network not in NETWORK_DTYPES:

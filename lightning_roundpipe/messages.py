@@ -5,6 +5,7 @@ Every warning and every line of information begins with ``roundpipe:``, so that 
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -53,3 +54,9 @@ def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message, if it has one, without a full stop."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def raised_here(error: BaseException) -> bool:
+    """Return whether this package has raised the error itself, and not a library that it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).startswith("lightning_roundpipe.")

@@ -164,12 +164,9 @@ def _example() -> DictConfig:
 
 
 def command(overrides: Iterable[str], arguments: Sequence[str], checkpoint: str | Path) -> str:
-    """Return the shell command that continues from ``checkpoint``, to be run in the same folder.
+    """Return the shell command that continues from ``checkpoint``, an absolute path, in the same folder.
 
-    Args:
-        overrides: the run's settings.
-        arguments: the process's arguments, whose options say where the configuration is.
-        checkpoint: an absolute path.
+    ``arguments``: those of the process, whose options say where the configuration is.
     """
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in ("ckpt_path", "hydra.run.dir")]
     options: list[str] = []

@@ -30,6 +30,7 @@ _PARTS = (
     "trainer.evaluation_window",
     "trainer.stepping",
     "reports.announcements",
+    "reports.step_times",
     "reports.step_monitor",
     "strategy",
 )

@@ -196,34 +196,11 @@ class RoundPipeStrategy(SeveralMachines):
         precision_plugin: Precision | None = None,
         **unknown: Any,
     ) -> None:
+        given = dict(locals())
         if unknown:
             name, known = next(iter(unknown)), [field.name for field in dataclasses.fields(Options)]
             raise TypeError(f"RoundPipeStrategy has no option {name!r}.{did_you_mean(name, known)}")
-        self.options = Options(
-            num_microbatches=num_microbatches,
-            microbatch_size=microbatch_size,
-            round_microbatches=round_microbatches,
-            layers=layers,
-            plan=plan,
-            loss_weight=loss_weight,
-            staleness=staleness,
-            memory_budget=memory_budget,
-            pin_memory=pin_memory,
-            prefetch=prefetch,
-            watchdog_timeout=watchdog_timeout,
-            stage_seconds=stage_seconds,
-            compile_layers=compile_layers,
-            reduce_dtype=reduce_dtype,
-            optimizer_state=optimizer_state,
-            machine_timeout=machine_timeout,
-            carry_products=carry_products,
-            shard_optimizer=shard_optimizer,
-            network_dtype=network_dtype,
-            token_tiles=token_tiles,
-            emulation=Emulation.of(emulation),
-            overlap=overlap,
-            evaluation_batches=evaluation_batches,
-        )
+        self.options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
         if (text := self.options.plan_text) is not None:
             refuse_plan(text, round_microbatches)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -561,6 +538,7 @@ class RoundPipeStrategy(SeveralMachines):
             ``planned_device_bytes`` (of each worker, at most; None without a plan), ``peak_host_bytes``,
             ``planned_host_bytes`` (of weights, gradients and optimizer state), ``optimizer_lag_s`` (from the last
             gradient's arrival on the host to the end of the update; None while that is not known),
+            ``waits_for_optimizer`` (whether training waits for each update),
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s`` (from its start, or from the end of the previous step if they overlap),
             ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether the step had no plan, and each call a

@@ -38,7 +38,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError, is_whole
-from lightning_roundpipe.messages import RoundPipeWarning, plural
+from lightning_roundpipe.messages import RoundPipeWarning, plural, raised_here
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, options_first, wrong_option
 from lightning_roundpipe.reports.sweep import finished_sweep, forget_sweep, make_plans_static
 
@@ -105,11 +105,7 @@ class _Mistake(SystemExit):
 
 
 def _run_application() -> None:
-    """Run the application without Hydra's own error reports, which are several lines of its internals.
-
-    Raises:
-        SystemExit: 2 for a mistake in the settings, 1 after the traceback of any other failure.
-    """
+    """Run the application without Hydra's own error reports, which are several lines of its internals."""
     if (wrong := wrong_option(sys.argv[1:])) is not None:
         _exit(wrong)
     full = os.environ.get(_FULL_ERROR)
@@ -191,13 +187,9 @@ def product(one: Any, other: Any) -> int:
     return one * other if is_whole(one) and is_whole(other) else 1
 
 
-OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("by_adapters", by_adapters, replace=True)
-OmegaConf.register_new_resolver("emulated", emulated, replace=True)
-OmegaConf.register_new_resolver("tenth_of", tenth_of, replace=True)
-OmegaConf.register_new_resolver("by_rows", by_rows, replace=True)
-OmegaConf.register_new_resolver("batches_of_step", batches_of_step, replace=True)
-OmegaConf.register_new_resolver("product", product, replace=True)
+for _function in (run_folder, by_adapters, emulated, tenth_of, by_rows, batches_of_step, product):
+    _cached = _function is run_folder  # with a time stamp
+    OmegaConf.register_new_resolver(_function.__name__, _function, use_cache=_cached, replace=True)
 
 
 @hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="train")
@@ -230,26 +222,18 @@ def _application(cfg: DictConfig) -> None:
 
 
 def _is_mistake(error: Exception, started: bool) -> bool:
-    """Return whether the error's message alone says what to change, so that its traceback would only hide it.
-
-    That holds for all ordinary errors while objects are built from the configuration, and later for errors that this
-    package raises itself.
+    """Return whether the error's message alone says what to change: ordinary errors while objects are built from the
+    configuration, and later those that this package raises.
     """
     if type(error).__name__ == "MisconfigurationException":
         return True
     if not started:
         return isinstance(error, (ValueError, TypeError, OSError, ImportError))
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    ours = str(frame.f_globals["__name__"]).startswith("lightning_roundpipe.")
-    return ours and isinstance(error, (ValueError, OSError, RoundPipeError))
+    return raised_here(error) and isinstance(error, (ValueError, OSError, RoundPipeError))
 
 
 def _say_how_to_go_on(job: Job, error: BaseException) -> None:
-    """Prepare the last lines of the output of a run that did not finish: its newest checkpoint, and how to continue.
-
-    Raises:
-        SystemExit: the run was interrupted; with the signal's exit status.
-    """
+    """Prepare the last lines of the output of a run that did not finish, and raise an interrupt's ``SystemExit``."""
     from lightning_roundpipe.callbacks import Checkpoints
 
     found = [callback for callback in job.trainer.checkpoint_callbacks if isinstance(callback, Checkpoints)]

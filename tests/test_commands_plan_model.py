@@ -18,7 +18,8 @@ from transformers import LlamaConfig
 from lightning_roundpipe.commands import plan
 from lightning_roundpipe.commands.machines import choose_machine, read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.schedule import Plan
 

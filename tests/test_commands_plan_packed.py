@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.commands.choices import make_model, read_config
+from lightning_roundpipe.commands.choices import make_model, read_config, with_adapters
 from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights, read_quantization
 from lightning_roundpipe.planning.packing import pack
 
@@ -94,8 +94,9 @@ def test_the_answer_says_how_they_are_counted(command: Any) -> None:
 
 def test_embeddings_the_output_layer_norms_routers_and_adapters_stay_as_they_are() -> None:
     name = "tiny_qwen3_235b_a22b"
-    model = make_model(read_config(name)[0], name, "attention", "bf16-mixed")
-    packed = packed_weights(model, Quantization("nf4"))
+    base = make_model(read_config(name)[0], name, "bf16-mixed")
+    packed = packed_weights(base, Quantization("nf4"))
+    model = with_adapters(base, name, "attention", (), "nf4")
     names = {n.removeprefix("base_model.model.model.layers.") for n, p in model.named_parameters() if p in packed}
     attention = {f"{i}.self_attn.{kind}_proj.base_layer.weight" for i in range(4) for kind in "qkvo"}
     experts = {f"{i}.mlp.experts.{kind}_proj" for i in range(4) for kind in ("gate_up", "down")}
@@ -105,16 +106,17 @@ def test_embeddings_the_output_layer_norms_routers_and_adapters_stay_as_they_are
 
 def test_routers_that_are_linear_layers_stay_as_they_are() -> None:
     class Experts(nn.Module):
-        is_transposed = False
+        is_transposed = has_gate = False
 
         def __init__(self) -> None:
             super().__init__()
             self.down = nn.Parameter(torch.empty(4, 8, 8, device="meta"), requires_grad=False)
 
-    block = nn.Module()
+    root, block = nn.Module(), nn.Module()
+    root.mlp = block
     block.gate, block.shared = (nn.Linear(8, n, device="meta").requires_grad_(False) for n in (4, 8))
     block.experts = Experts()
-    assert set(packed_weights(block, Quantization("nf4"))) == {block.shared.weight, block.experts.down}
+    assert set(packed_weights(root, Quantization("nf4"))) == {block.shared.weight, block.experts.down}
 
 
 def test_a_checkpoint_that_bitsandbytes_packed_is_planned_for_as_it_is(command: Any, tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command: An
         ),
         (
             ("model=tiny_qwen3_235b_a22b", "lora=attention", "model.quantization=nf4", "model.hidden_size=33"),
-            "which are no whole blocks of 64. Plan for model.quantization=null.",
+            "which must be multiples of 8, and their product one of 64. Load this model with model.quantization=null.",
         ),
     ],
 )
@@ -189,5 +191,5 @@ def test_experts_of_another_kind_are_refused() -> None:
 
     block = nn.Module()
     block.experts = OwnExperts()
-    with pytest.raises(ValueError, match=r"experts\.down of OwnExperts holds experts in a way that cannot"):
+    with pytest.raises(ValueError, match=r"experts \(OwnExperts\) keeps its experts in a way that cannot"):
         packed_weights(block, Quantization("nf4"))

@@ -11,7 +11,8 @@ from zoo_runs import expected
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats
@@ -80,7 +81,7 @@ def test_what_cannot_be_cut_is_named(layers: list[str] | None, message: str) -> 
 def test_the_plan_command_cuts_what_training_cuts() -> None:
     name, machine = "tiny_qwen3_1_7b", read_machine("cpu")
     root = nn.Module()
-    root.model = make_model(read_config(name)[0], name, "none", "bf16-mixed").float()
+    root.model = make_model(read_config(name)[0], name, "bf16-mixed").float()
     formats, cuts = Formats(torch.bfloat16), []
     for budget in (largest(root), largest(root) * 5 // 8, largest(root) * 3 // 8):
         trained = layers_that_fit(root, Options(memory_budget=budget), [], formats)

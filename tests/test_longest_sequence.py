@@ -13,7 +13,8 @@ from harness import loader, ours, quiet, trainer_of
 from peft import LoraConfig
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, ModelShape, Wish, find_longest
+from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, ModelShape, find_longest
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.model.loading import from_config
 from lightning_roundpipe.planning import Costs, Plan

@@ -195,6 +195,23 @@ def test_gradients_of_each_batch(devices: int, caplog: pytest.LogCaptureFixture)
     assert "busy at a time" not in caplog.text
 
 
+class Lbfgs(Net):
+    """Its optimizer calls ``training_step`` again, for the last batch of the window alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+@pytest.mark.parametrize(("kind", "window", "says"), [(Net, 1, True), (Net, WINDOW, False), (Lbfgs, 2, False)])
+def test_windows_of_one_batch_are_pointed_out(
+    kind: type[Net], window: int, says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not a short one at the end of an epoch: the remedy, ``accumulate_grad_batches``, is set."""
+    with caplog.at_level("INFO"), quiet():
+        trainer_of(ours(), devices=2, max_epochs=1, accumulate_grad_batches=window).fit(kind(), loader(5))
+    assert ("a step has one microbatch" in caplog.text) is says
+
+
 class Alternating(Net):
     """Trains the head in every other batch, as adapters are trained that ``training_step`` switches."""
 

@@ -44,7 +44,6 @@ class Checkpoints(ModelCheckpoint):
     """Lightning's ``ModelCheckpoint`` that also saves at time intervals beside steps, on signals and after failures.
 
     Args:
-        dirpath, filename, monitor, mode, save_last, save_weights_only, verbose: as in ``ModelCheckpoint``.
         every_n_minutes: write a checkpoint at the end of the first step that ends this many minutes after the last
             checkpoint. ``None``: not by time.
         every_n_train_steps: also write one every so many optimizer steps. ``None``: after each validation.

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
-from lightning_roundpipe.reports.step_times import StepClock
+from lightning_roundpipe.devices.host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.reports.step_times import StepTimes, TimedSteps
 
 
-class Measurements(Callback):
+class Measurements(TimedSteps):
     """Measures optimizer steps end to end, from the end of one to the end of the next, without validation in between.
 
     Logs ``step_loss`` (the mean loss of the step's batches), ``tokens`` and ``tokens_per_s`` of each step, for the
@@ -31,7 +31,6 @@ class Measurements(Callback):
         self.val_losses: dict[int, float] = {}
         """Validation loss by the number of optimizer steps before it."""
         self.peak_host_bytes = 0
-        self._clock = StepClock()
         forget_peak()
 
     @property
@@ -46,24 +45,7 @@ class Measurements(Callback):
         return sum(self.step_tokens[1:] or self.step_tokens) / seconds if seconds else None
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock = StepClock(trainer.global_step)
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._clock.on_train_batch_start()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = self._clock.on_train_batch_end(trainer.global_step, outputs, batch)
-        if step is None:
-            return
+    def on_step(self, trainer: Trainer, pl_module: LightningModule, step: StepTimes) -> None:
         self.step_seconds.append(step.seconds)
         self.step_tokens.append(step.tokens)
         if (mean := step.loss(trainer.accumulate_grad_batches)) is not None:
@@ -75,7 +57,7 @@ class Measurements(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
+        super().on_validation_end(trainer, pl_module)
         if "val_loss" in trainer.callback_metrics and not trainer.sanity_checking:
             self.val_losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
 

@@ -22,16 +22,8 @@ Form = Literal["table", "json", "csv"]
 class Answer:
     """The answer of a command. As text, its parts follow each other in the order of the fields.
 
-    Attributes:
-        verdict: the answer in one line.
-        facts: sentences that explain it.
-        remedies: what else the user can do, for pasting into a command line.
-        notes: what the answer is about, and what it assumes.
-        tables: tables.
-        paste: the last lines, for pasting.
-        data: what JSON says. CSV has a column for each of its keys, those of inner objects behind a dot, without lists.
-        form: how it is printed.
-        code: exit code.
+    ``remedies`` and ``paste`` have lines for pasting into a command line, which stay whole. CSV has a column for each
+    key of ``data``, those of inner objects behind a dot, without lists.
     """
 
     verdict: str = ""
@@ -83,13 +75,7 @@ def _unbroken(line: str) -> Text:
 
 
 def table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Return a table. A narrow terminal breaks words, not numbers.
-
-    Args:
-        words: headings of the first columns, which hold words.
-        numbers: headings of the columns beside them, which hold numbers.
-        rows: cells of each row.
-    """
+    """Return a table with columns of words and, beside them, of numbers, which a narrow terminal does not break."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for heading in words:
         made.add_column(heading, overflow="fold")

@@ -1,12 +1,10 @@
-"""Models and adapters: choices of ``conf``, files of the user's own, or models in the cache of the Hugging Face hub.
-
-No weights are read, and no network is used.
-"""
+"""Models and adapters of a command line, without weights and without a network."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -45,10 +43,7 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
 def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Quantization | None]:
     """Return the configuration of a model, and the format of its weights if they are in few bits.
 
-    Args:
-        text: a choice of ``conf/model``, a Hugging Face ``config.json``, a folder with one, or the name of a model in
-            the cache of the Hugging Face hub.
-        changed: settings of the configuration that the command line changes, as ``model.num_hidden_layers=4``.
+    ``changed``: settings that the command line changes, as ``model.num_hidden_layers=4``.
 
     Raises:
         ValueError: there is no such model, or transformers does not take its settings.
@@ -77,51 +72,61 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
     return config, quantization
 
 
-def make_model(
-    config: PretrainedConfig, name: str, lora: str, precision: Precision, changed: Settings = ()
-) -> nn.Module:
-    """Return the model on the meta device, in its compute dtype, with adapters.
-
-    Args:
-        config: configuration of the model.
-        name: name of the model, for messages.
-        lora: a choice of ``conf/lora``, or a file.
-        precision: Lightning's precision.
-        changed: settings of the adapters that the command line changes, as ``lora.r=16``.
+def make_model(config: PretrainedConfig, name: str, precision: Precision) -> nn.Module:
+    """Return the model on the meta device, in the compute dtype of Lightning's ``precision``. ``name``: for messages.
 
     Raises:
-        ValueError: the model is not a causal language model, or the adapters do not fit it.
+        ValueError: it is not a causal language model.
     """
     AttentionInterface.register(ATTENTION, attention)
     build: Any = AutoModelForCausalLM.from_config
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of libraries about each other
-        adapters = read_adapters(lora, changed)
-        try:
-            with torch.device("meta"):
-                try:
-                    model: nn.Module = build(config, dtype=_DTYPES[precision], attn_implementation=ATTENTION)
-                except (KeyError, ValueError):  # some architectures allow only their own attention
-                    model = build(config, dtype=_DTYPES[precision], attn_implementation="eager")
-        except Exception as error:
-            raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
-        if adapters:
-            from peft import LoraConfig  # takes some seconds, with the libraries that it imports
-
+    try:
+        with torch.device("meta"), _quiet():
             try:
-                # As under autocast, adapters compute in the format of the weights beside them.
-                model = add_adapters(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
-            except Exception as error:
-                raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
+                model: nn.Module = build(config, dtype=_DTYPES[precision], attn_implementation=ATTENTION)
+            except (KeyError, ValueError):  # some architectures allow only their own attention
+                model = build(config, dtype=_DTYPES[precision], attn_implementation="eager")
+    except Exception as error:
+        raise ValueError(f"model={name} makes no causal language model: {first_line(error)}.") from error
     return model.train()
 
 
-def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
-    """Return settings of ``LoraConfig``, from a choice of ``conf/lora`` or a file; empty without adapters.
+def with_adapters(model: nn.Module, name: str, lora: str, changed: Settings, packed_as: str | None) -> nn.Module:
+    """Return the model with the adapters of ``lora``, whose settings the command line changes, as ``lora.r=16``.
 
     Raises:
-        ValueError: there is no such choice, or ``changed`` has an unknown setting.
+        ValueError: the adapters do not fit the model, or are those of experts that are ``packed_as`` a format.
     """
+    with _quiet():
+        if not (settings := read_adapters(lora, changed)):
+            return model
+        from peft import LoraConfig  # takes some seconds, with the libraries that it imports
+        from peft.tuners.lora.layer import ParamWrapper
+
+        try:
+            # As under autocast, adapters compute in the format of the weights beside them.
+            model = add_adapters(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+        except Exception as error:
+            raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
+    adapted = (module.parameter_name for module in model.modules() if isinstance(module, ParamWrapper))
+    if packed_as and (one := next(adapted, None)):
+        raise ValueError(
+            f"model.quantization={packed_as}: experts in few bits take no adapters of their own, and {one} has some "
+            "(lora.target_parameters). Adapt attention alone: lora=attention."
+        )
+    return model.train()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings of libraries about each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
+    """Return settings of ``LoraConfig``, from a choice of ``conf/lora`` or a file; empty without adapters."""
     settings = read_choice("lora", lora)
     if not changed:
         return settings

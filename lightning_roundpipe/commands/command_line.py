@@ -1,8 +1,5 @@
-"""Command lines of ``name=value``, as those of ``roundpipe-train``, read by argparse; and what a command does with its
-answer and with a mistake.
-
-argparse reads the options and prints ``--help``. Beside it, this module has settings of a group (``lora.r=8``), and
-messages of one line that say what was meant.
+"""Command lines of ``name=value``, as those of ``roundpipe-train``, read by argparse, with settings of groups
+(``lora.r=8``) and messages of one line; and what a command does with its answer and with a mistake.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lightning_roundpipe.commands.answer import Answer
-from lightning_roundpipe.messages import did_you_mean
+from lightning_roundpipe.messages import did_you_mean, raised_here
 
 Settings = tuple[tuple[str, str], ...]
 """Settings of a group as pairs of name and text: ``lora.r=8`` is ``("r", "8")``."""
@@ -26,14 +23,7 @@ Reader = Callable[[str, str], Any]
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command's options.
-
-    Args:
-        program: name of the command.
-        purpose: what ``--help`` says about it.
-        examples: command lines without the command.
-        groups: groups whose settings the command line can change: ``group.NAME=VALUE``.
-    """
+    """Parser of a command's options. ``groups``: those whose settings can be changed: ``group.NAME=VALUE``."""
 
     def __init__(self, program: str, purpose: str, examples: Iterable[str], groups: Sequence[str] = ()) -> None:
         lines = ["NAME=VALUE and --NAME VALUE mean the same. Examples:", *(f"  {program} {line}" for line in examples)]
@@ -53,11 +43,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}.")
 
     def read(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Settings]]:
-        """Return the values of the options that are set, and the settings of each group.
-
-        Raises:
-            ValueError: an option is unknown, lacks its value, or its value is wrong.
-        """
+        """Return the values of the options that are set, and the settings of each group. Raises ``ValueError``."""
         groups: dict[str, dict[str, str]] = {group: {} for group in self.groups}
         plain = []
         for argument in arguments:
@@ -69,7 +55,8 @@ class Parser(argparse.ArgumentParser):
                     raise ValueError(f"{name}= has no value: write {name}=VALUE.")
                 groups[group][setting] = text
             else:
-                plain.append(f"--{name.replace('-', '_')}={text}" if equals else argument)
+                name = f"--{name.replace('-', '_')}"
+                plain.append(f"{name}={text}" if equals else name if argument.startswith("--") else argument)
         try:
             found, unknown = self.parse_known_args(plain)
         except argparse.ArgumentError as error:  # its message names the option if a reader has written it
@@ -83,15 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_option(group: Any, name: str, help_text: str, read: Reader | None = None, metavar: str = "NAME") -> None:
-    """Add an option to a parser or to a group of its options.
-
-    Args:
-        group: the parser or the group.
-        name: name of the option.
-        help_text: what ``--help`` says about it.
-        read: converts its text; None: the value is the text.
-        metavar: what stands for its value in ``--help``.
-    """
+    """Add an option to a parser, or to a group of its options. ``read`` converts its text."""
 
     def value(text: str) -> Any:
         try:
@@ -148,7 +127,7 @@ def one_of(*choices: str) -> Reader:
 def run(program: str, answer: Callable[[Sequence[str]], Answer]) -> int:
     """Print what ``answer`` returns for the command line, and return the exit code: 2 for a user's mistake.
 
-    Libraries that print meanwhile do so on standard error: standard output is for the answer.
+    What libraries print meanwhile goes to standard error: standard output is for the answer.
     """
     arguments = sys.argv[1:]
     asked_for_help = {"-h", "--help"} & {*arguments}  # argparse prints it itself, and ends the program
@@ -159,22 +138,10 @@ def run(program: str, answer: Callable[[Sequence[str]], Answer]) -> int:
     except BrokenPipeError:
         raise  # the reader has gone: `console_command` ends the program
     except (ValueError, OSError) as error:
-        if not is_mistake(error):
+        if not (isinstance(error, OSError) or raised_here(error)):  # a fault of ours or of a library
             raise
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     sys.stdout.write(text)
     sys.stdout.flush()
     return found.code
-
-
-def is_mistake(error: BaseException) -> bool:
-    """Return whether an error is a user's mistake, and not a fault of this package or a library."""
-    if isinstance(error, OSError):
-        return True
-    trace = error.__traceback__
-    module = ""
-    while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        trace = trace.tb_next
-    return module.startswith("lightning_roundpipe.")

@@ -33,10 +33,8 @@ def is_path(text: str) -> bool:
 
 
 def read_model(text: str) -> dict[str, Any]:
-    """Return the settings of a choice of ``conf/model``, or of a config.json: of a file, a folder, or the hub's cache.
-
-    Raises:
-        ValueError: there is no such model, or its file is wrong.
+    """Return the settings of a choice of ``conf/model``, or of a config.json: a file, in a folder, or in the hub's
+    cache.
     """
     if not is_path(text):
         return read_choice("model", text)
@@ -78,11 +76,7 @@ def _usable(group: str) -> dict[str, dict[str, Any]]:
 
 
 def read_choice(group: str, text: str) -> dict[str, Any]:
-    """Return the settings of a choice of a group, or of a YAML file, without its ``_target_``.
-
-    Raises:
-        ValueError: there is no such choice, or the file is wrong.
-    """
+    """Return the settings of a choice of a group, or of a YAML file, without its ``_target_``."""
     if is_path(text):
         data = _load(Path(text).expanduser(), group)
     else:

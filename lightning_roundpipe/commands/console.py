@@ -47,11 +47,22 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
     return command
 
 
+_NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
+    "torch.utils._pytree": "<enum ",
+    "torchao": "Failed to load ",
+}
+"""Beginnings of what libraries that PEFT imports log, of which no command uses anything: bitsandbytes and torchao."""
+
+
 def quiet_libraries() -> None:
-    """Leave out a line of bitsandbytes, which PEFT imports, about a kernel for inference that no command uses."""
-    unused = "Failed to load CPU gemm_4bit_forward from kernels-community"
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    log.addFilter(lambda record: not record.getMessage().startswith(unused))
+    """Leave out `_NOISE`."""
+    for name, start in _NOISE.items():
+
+        def is_kept(record: logging.LogRecord, start: str = start) -> bool:
+            return not record.getMessage().startswith(start)
+
+        logging.getLogger(name).addFilter(is_kept)
 
 
 @contextmanager

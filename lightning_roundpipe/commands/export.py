@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_roundpipe.commands.answer import Answer
 from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run
 from lightning_roundpipe.commands.console import console_command, waiting
-from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.config import parse_bytes, refuse_taken
 from lightning_roundpipe.messages import gib
 
 if TYPE_CHECKING:
@@ -51,12 +51,7 @@ def main() -> int:
 
 
 def answer(arguments: Sequence[str]) -> Answer:
-    """Export what a run has trained, and answer with what was written.
-
-    Raises:
-        ValueError: an option is wrong, or needs a package that is not installed.
-        OSError: a file cannot be read or written.
-    """
+    """Export what a run has trained, and answer with what was written."""
     values, _ = parser().read(arguments)
     for name in ("run", "to"):
         if name not in values:
@@ -65,6 +60,7 @@ def answer(arguments: Sequence[str]) -> Answer:
         raise ValueError(
             f"run={values['run']} is not there: name a run's folder, one with PEFT adapters, or a checkpoint."
         )
+    refuse_taken(values["to"], "to")
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides the progress bars of other libraries
     try:
         with waiting("Reading the run"):

@@ -1,8 +1,7 @@
 """The probes of ``roundpipe-plan hardware=auto``, which measure this machine in some seconds.
 
-Probes use the same façade as training (`devices`), on all devices at once. A probe of a single device would miss what
-devices share: the processor's cores, the host's memory, a switch of the links. A figure is what one device reaches; if
-devices are unequal, what the slowest one reaches.
+They use the façade of training (`devices`), on all devices at once: a probe of one would miss what devices share, the
+processor's cores, the host's memory, a switch of the links. A figure is what the slowest device reaches.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ Work = Callable[[], object]
 def probe(workers: int | None, say: Callable[[str], None]) -> Hardware:
     """Measure this machine: its CUDA devices, or emulated devices if it has none.
 
-    Args:
-        workers: number of devices; None: all CUDA devices, or `EMULATED_WORKERS` emulated ones. If there are fewer CUDA
-            devices, all of them are measured.
-        say: called with the name of each probe when it begins.
+    ``workers``: number of devices; None: all, or `EMULATED_WORKERS`. ``say`` gets the name of each probe.
 
     Raises:
         ValueError: a probe failed; the message names it.
@@ -157,12 +153,7 @@ def _processor() -> str:
 
 
 class _Devices:
-    """Probes of devices that work at once, each with a thread as in training.
-
-    Args:
-        devices: the devices.
-        stack: stack of contexts that ends the threads.
-    """
+    """Probes of devices that work at once, each with a thread as in training, which ``stack`` ends."""
 
     def __init__(self, devices: list[Device], stack: ExitStack) -> None:
         self.devices, self._emulated = devices, devices[0].torch_device.type == "cpu"

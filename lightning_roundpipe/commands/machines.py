@@ -1,11 +1,8 @@
-"""Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of the user's own, which
-`measure` makes by measuring.
+"""Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, several GPUs of one host joined by
+plus signs (``rtx4090x2+rtx3090x2``), or a file of the user's own.
 
-Several GPUs of one host are joined by plus signs: ``rtx4090x2+rtx3090x2``.
-
-A file has the rates of one device and of the host. For another number of the same GPU, the rates of a device stay, and
-the host grows with the number: each GPU adds as much host memory and bandwidth as in the file (up to `MOST_BANDWIDTH`).
-With ``workers=``, the host stays the same.
+For another number of the same GPU, the rates of a device stay, and each GPU adds as much host memory and bandwidth as
+in the file (up to `MOST_BANDWIDTH`). With ``workers=``, the host stays the same.
 """
 
 from __future__ import annotations
@@ -33,11 +30,7 @@ _COUNTED = re.compile(r"(?P<gpu>.+?)x(?P<count>\d+)")
 
 
 def read_machine(text: str) -> Hardware:
-    """Return the machine of a name, or of a YAML file.
-
-    Raises:
-        ValueError: there is no such machine, or the file is wrong.
-    """
+    """Return the machine of a name, or of a YAML file."""
     if is_path(text):
         return read_hardware(Path(text).expanduser())
     if "+" in text:
@@ -71,13 +64,6 @@ def choose_machine(
     hardware: str | None, gpu: str | None, gpus: int | None, workers: int | None, host_memory: int | None
 ) -> tuple[Hardware, tuple[str, ...]]:
     """Return the machine of the command line's options, and the assumptions about it in sentences.
-
-    Args:
-        hardware: name of a machine, or a path; None: ``gpu`` names the machine.
-        gpu: name of a GPU.
-        gpus: number of these GPUs; None: one.
-        workers: number of devices that run stages; None: all.
-        host_memory: bytes of the host; None: as in the machine's file.
 
     Raises:
         ValueError: there is no such machine, or the options contradict each other.

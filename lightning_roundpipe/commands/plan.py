@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from lightning_roundpipe.commands.answer import Answer, Form
-from lightning_roundpipe.commands.command_line import (
-    Parser,
-    Settings,
-    add_option,
-    one_of,
-    positive,
-    run,
-    seconds,
-    whole,
-    yes_or_no,
-)
+from lightning_roundpipe.commands.command_line import Parser, Settings, add_option, one_of, run
 from lightning_roundpipe.commands.conf_files import read_choice, read_model
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.commands.machines import AUTO, choose_machine
-from lightning_roundpipe.config import (
-    PRECISION_ALIASES,
-    optimizer_state_of,
-    parse_bytes,
-    reduce_dtype_of,
-    refuse_unscaled,
-)
+from lightning_roundpipe.commands.wish import Wish, options
 from lightning_roundpipe.extras import is_installed, remedy
-from lightning_roundpipe.planning.network import parse_rate
-from lightning_roundpipe.planning.profile import Precision
-from lightning_roundpipe.planning.search import SEARCH_SECONDS
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.commands.plan_shape import Wish  # imports torch
 
 _EXAMPLES = (
     "model=llama3_1_8b gpu=rtx4090 gpus=4 host_memory=256GiB",
@@ -50,67 +28,18 @@ Says whether a model fits a machine, and how fast it trains. Exits with 0 if
 the model fits, 1 if not, and 2 for a wrong command line."""
 
 
-def read_precision(text: str, name: str) -> str:
-    """Return Lightning's precision, for any of its spellings."""
-    found: str = one_of(*get_args(Precision))(PRECISION_ALIASES.get(text, text), name)
-    return found
-
-
-def read_tiles(text: str, name: str) -> int | tuple[tuple[str, int], ...]:
-    """Return the tokens of a tile, alone or with names of modules, as the strategy takes them.
-
-    Raises:
-        ValueError: the text is neither. The message names the option ``name``.
-    """
-    pairs = [part.rpartition(":") for part in text.split("+")]
-    named = all(module for module, _, _ in pairs)
-    if not all(n.isdecimal() and int(n) >= 1 for _, _, n in pairs) or not (named or text.isdecimal()):
-        raise ValueError(
-            f"{name}={text!r} must be a whole number of tokens of at least 1, or such numbers with names of modules, "
-            "as mlp:1024 or mlp:1024+experts:512."
-        )
-    return tuple((module, int(n)) for module, _, n in pairs) if named else int(text)
-
-
 def parser() -> Parser:
     """Return the parser of the command's options."""
     made = Parser("roundpipe-plan", _PURPOSE, _EXAMPLES, ("model", "lora"))
-
-    group = made.add_argument_group("model (model.NAME= and lora.NAME= change its settings)")
-    add_option(group, "model", "choice of conf/model, or a config.json", None, "NAME")
-    add_option(group, "lora", "adapters: choice of conf/lora", None, "NAME")
-    add_option(group, "precision", "default: bf16-mixed", read_precision, "NAME")
-    add_option(group, "max_positions", "tokens, beyond the model's", whole(1, 2**24), "N")
-    group = made.add_argument_group("machine")
-    add_option(group, "gpu", "as rtx4090; a wrong one lists all", None, "NAME")
-    add_option(group, "gpus", "how many of them (default: 1)", whole(), "N")
-    add_option(group, "host_memory", "of the host, as 256GiB", parse_bytes, "SIZE")
-    add_option(group, "hardware", "rtx4090x4, cpu, auto (this one), a file", None, "NAME")
-    add_option(group, "hardware_file", "that auto writes (default: HOSTNAME.yaml)", _path, "FILE")
-    add_option(group, "machines", "that share the work of a step", whole(1, 1024), "N")
-    add_option(group, "network", "between them, as 25Gbit", parse_rate, "RATE")
-    group = made.add_argument_group("step")
-    add_option(group, "sequence_length", "in tokens (default: 2048)", whole(1, 2**24), "N")
-    add_option(group, "microbatch_size", "in sequences (default: the fastest)", whole(1, 65536), "N")
-    add_option(group, "microbatches", "of a step (default: two a worker)", whole(1, 4096), "N")
-    add_option(group, "workers", "devices that take stages (default: all)", whole(1, 1024), "N")
-    add_option(group, "staleness", "1: updates one step late (default: 0)", whole(0, 1), "N")
-    add_option(group, "memory", "of a worker (default: 90 %% of a GPU's)", parse_bytes, "SIZE")
-    add_option(group, "token_tiles", "tokens of a tile, or as mlp:1024 (default: none)", read_tiles, "N")
-    add_option(group, "reduce_dtype", "gradients travel in (default: float32)", reduce_dtype_of, "NAME")
-    add_option(
-        group, "optimizer_state", "Adam's moments: fp32, bf16 or int8 (default: fp32)", optimizer_state_of, "NAME"
-    )
-    add_option(group, "carry_products", "true: to the host and back (default: false)", yes_or_no, "BOOL")
-    add_option(group, "gradient_clip_val", "norm that gradients are clipped to", positive, "N")
-    group = made.add_argument_group("plan")
-    add_option(group, "plan", "judge this one: 'forward 0-3; ...'", None, "TEXT")
-    add_option(group, "partitioner", "search, or paper: predict the paper's library", one_of("search", "paper"), "NAME")
-    add_option(group, "search_seconds", f"longest (default: {SEARCH_SECONDS:g})", seconds, "N")
+    group: Any = made
+    for name, heading, how in options():
+        group = made.add_argument_group(heading) if heading else group
+        add_option(group, name, *how)
     group = made.add_argument_group("output")
     add_option(group, "format", "table, json or csv (default: table)", one_of(*get_args(Form)), "NAME")
     add_option(group, "picture", "of the steps", _path, "FILE")
     add_option(group, "trace", "of the steps, for ui.perfetto.dev", _path, "FILE")
+    add_option(group, "hardware_file", "of hardware=auto (default: HOSTNAME.yaml)", _path, "FILE")
     return made
 
 
@@ -124,11 +53,7 @@ def main() -> int:
 
 
 def plan(arguments: Sequence[str]) -> Answer:
-    """Answer a command line, and write the picture and the trace if it names them.
-
-    Raises:
-        ValueError: an option is wrong, is missing, or contradicts another one.
-    """
+    """Answer a command line, and write the picture and the trace if it names them."""
     values, settings = parser().read(arguments)
     if values.get("hardware_file") and values.get("hardware") != AUTO:
         raise ValueError("hardware_file= is what hardware=auto writes: give that, too, or leave hardware_file= out.")
@@ -138,7 +63,7 @@ def plan(arguments: Sequence[str]) -> Answer:
         if path := values.get(name):
             _check_target(name, path)
     _check_names(values)
-    return replace(_plan(values, wish_of(values, settings)), form=values.get("format", "table"))
+    return replace(_plan(values, Wish.of(values, settings)), form=values.get("format", "table"))
 
 
 def _check_target(name: str, path: Path) -> None:
@@ -200,34 +125,3 @@ def _plan(values: Mapping[str, Any], wish: Wish) -> Answer:
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits else find_remedies(found)
     return answer(found, remedies)
-
-
-def wish_of(values: Mapping[str, Any], settings: Mapping[str, Settings]) -> Wish:
-    """Return what the options ask for.
-
-    Raises:
-        ValueError: options contradict each other.
-    """
-    from lightning_roundpipe.commands.plan_shape import Wish  # imports torch
-
-    known = {item.name for item in fields(Wish)}
-    paper = values.get("partitioner") == "paper"
-    wish = Wish(
-        **{name: value for name, value in values.items() if name in known},
-        model_settings=settings["model"],
-        lora_settings=settings["lora"],
-        search=not paper,
-        like_paper=paper,
-    )
-    if wish.plan is not None:
-        for name in ("partitioner", "search_seconds"):
-            if name in values:
-                raise ValueError(f"{name}= is about finding a plan, and plan= gives its stages: leave one of them out.")
-    if wish.machines > 1 and wish.network is None:
-        raise ValueError(f"machines={wish.machines} exchange gradients and weights: say over what: network=25Gbit.")
-    if wish.network is not None and wish.machines == 1:
-        raise ValueError("network= is between several machines: say how many, as machines=2, or leave it out.")
-    if wish.machines > 1 and paper:
-        raise ValueError("partitioner=paper predicts a library that trains on one machine: leave machines= or it out.")
-    refuse_unscaled(wish.reduce_dtype, wish.precision)
-    return wish

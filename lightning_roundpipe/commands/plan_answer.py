@@ -19,12 +19,7 @@ _FASTER = 1.02
 
 
 def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
-    """Return the answer: the verdict, what would fit, the memory, and the plan if it fits.
-
-    Args:
-        found: the estimates.
-        remedies: settings that would fit; None if they were not looked for.
-    """
+    """Return the answer: the verdict, what would fit, the memory, and the plan if it fits."""
     devices = {"Each worker": found.worker} if found.worker is None else _fullest(found)
     tables = [
         _memory_table(heading, found.items_of(worker), found.memory_of(worker), locked=False)
@@ -97,7 +92,7 @@ def _facts(found: Outlook) -> list[str]:
             f"{sent.network.machines} machines: each sends and receives {sent.nbytes / 1e9:,.2f} GB a step, which "
             f"takes {_seconds(sent.busy_s)} at {rate / 1e9:,.2f} GB/s, {hidden}."
         )
-    if (stuck := found.refined.stuck) is not None:
+    if (stuck := found.shape.refined.stuck) is not None:
         lines.append(f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}.")
     if (longest := found.longest) is not None:
         lines.append(
@@ -194,14 +189,7 @@ def _tried(found: Outlook, remedies: Remedies) -> list[str]:
 
 
 def _memory_table(heading: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
-    """Return a table of memory in GiB, with the sum as its last row.
-
-    Args:
-        heading: heading of the first column.
-        items: the rows.
-        limit: bytes that the sum is compared with; None: no limit.
-        locked: whether a column lists page-locked memory.
-    """
+    """Return a table of memory in GiB, with the sum as its last row. ``locked``: with page-locked memory."""
 
     def row(name: str, rows: Sequence[Item]) -> list[str]:
         pinned = [item for item in rows if item.locked]
@@ -245,7 +233,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "reduce_dtype": wish.reduce_dtype,
         "optimizer_state": wish.optimizer_state,
         "gradient_clip_val": wish.gradient_clip_val,
-        "partitioner": "paper" if wish.like_paper else "search",
+        "partitioner": wish.partitioner,
         "max_positions": wish.max_positions,
         "token_tiles": dict(wish.token_tiles) if isinstance(wish.token_tiles, tuple) else wish.token_tiles,
         "machines": wish.machines,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
-from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
-from lightning_roundpipe.model.refine import Refined
+from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.data_parallel import data_parallel_s
@@ -74,14 +74,8 @@ class Longest:
 
 @dataclass(frozen=True)
 class Communication:
-    """Communication of several machines in a step.
-
-    Attributes:
-        network: the network, at the rate that it reaches.
-        nbytes: bytes that each machine sends. It receives as many.
-        busy_s: seconds for which the network is busy.
-        cost_s: seconds by which a step is longer than with an infinitely fast network.
-        period_s: seconds of a step.
+    """Communication of a step between machines: bytes that each sends and receives, seconds for which the network is
+    busy, and those by which the step is longer than with an infinitely fast one.
     """
 
     network: Network
@@ -92,23 +86,12 @@ class Communication:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether computing hides it, except for 1 % of a step at most."""
         return self.cost_s <= _HIDDEN * self.period_s
 
 
 @dataclass
 class Trial:
-    """Plans for one size of microbatches.
-
-    Attributes:
-        shape: the model, with estimates for the machine.
-        wish: the request.
-        workers: number of workers.
-        microbatches: number of microbatches of a step, on each machine.
-        sequence_length: tokens of a sequence.
-        microbatch_size: sequences of a microbatch.
-        judged: seconds of each of many steps, by plan that fits.
-    """
+    """Plans for one size of microbatches. ``judged``: seconds of each of many steps, by plan that fits."""
 
     shape: ModelShape
     wish: Wish
@@ -120,36 +103,30 @@ class Trial:
 
     @property
     def hardware(self) -> Hardware:
-        """The machine."""
         return self.shape.hardware
 
     @property
     def parameters(self) -> Parameters:
-        """Numbers of the model's parameters."""
         return self.shape.parameters
 
     @property
     def costs(self) -> Costs:
-        """Costs of the calls of a microbatch."""
         return self.shape.costs(self.microbatch_size, self.sequence_length)
 
     @cached_property
     def rules(self) -> Rules:
-        """Rules of the simulation."""
         return replace(self.shape.rules(self.wish.staleness, self.wish.network), memory=self.limits.memory)
 
     @cached_property
     def limits(self) -> Limits:
-        """Limits of the plan."""
         wish, memory = self.wish, memory_of(self.wish, self.hardware)
-        searches = wish.search and wish.search_seconds > 0  # otherwise few layers are fused, whatever the memory
+        searches = not wish.like_paper and wish.search_seconds > 0  # else few layers are fused, whatever the memory
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
-        lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
+        lowest = min(usual.min_round, wish.max_round or usual.min_round, self.microbatches)
         most = _host_round(self.costs, self.shape, self.workers, self.microbatches)
         if wish.max_round is not None:
             most = min(most, wish.max_round)
-        beside = wish.search and wish.min_round is None
-        return Limits(lowest, usual.max_fused, memory, max(lowest, most), beside)
+        return Limits(lowest, usual.max_fused, memory, max(lowest, most), not wish.like_paper)
 
     @property
     def smallest(self) -> Plan:
@@ -167,11 +144,9 @@ class Trial:
         return next((plan for plan in (cut, *beside) if self.has_room_for(plan)), smallest)
 
     def host_items_of(self, plan: Plan) -> list[Item]:
-        """Return the parts of the memory of each host."""
         return host_items(plan, self.costs, self.parameters, self.workers, self.microbatches)
 
     def has_room_for(self, plan: Plan) -> bool:
-        """Return whether workers and hosts have memory for ``plan``."""
         return (
             fits(plan, self.costs, self.workers, self.limits.memory)
             and total(self.host_items_of(plan)) <= self.hardware.host_memory
@@ -187,7 +162,6 @@ class Trial:
         return self.judged[plan]
 
     def seconds_a_sequence(self, plan: Plan) -> float:
-        """Return what `judge` does, for each sequence of a step."""
         return self.judge(plan) / (self.microbatch_size * self.microbatches)
 
     def best(self, part: float) -> Plan | None:
@@ -198,7 +172,7 @@ class Trial:
             plan.validate(costs.layers)
         elif not self.has_room_for(self.smallest):
             return None
-        elif not wish.search:
+        elif wish.like_paper:
             plan = paper_plan(costs, self.workers, self.microbatches, limits)
         else:
             turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
@@ -219,11 +193,8 @@ class Trial:
 class Outlook(Trial):
     """Plan and estimates for a `Wish`.
 
-    Attributes:
-        plan: the wish's own plan, or the fastest that was found. If none fits, the one that takes the least memory.
-        run: simulated steps; None if the model does not fit.
-        longest: the longest sequence; None if it was not looked for.
-        assumed: assumptions about the machine, in sentences.
+    If nothing fits, ``plan`` is the one that takes the least memory, and ``run`` is None. ``longest`` is None if it was
+    not looked for; ``assumed``: assumptions about the machine, in sentences.
     """
 
     plan: Plan
@@ -233,7 +204,6 @@ class Outlook(Trial):
 
     @cached_property
     def device_items(self) -> list[Item]:
-        """Parts of the memory of `worker`."""
         return self.items_of(self.worker)
 
     def items_of(self, worker: int | None) -> list[Item]:
@@ -256,27 +226,19 @@ class Outlook(Trial):
 
     @cached_property
     def host_items(self) -> list[Item]:
-        """Parts of the memory of each host."""
         return self.host_items_of(self.plan)
-
-    @property
-    def refined(self) -> Refined:
-        """The layers after cutting."""
-        return self.shape.refined
 
     @property
     def cuts(self) -> list[str]:
         """Layers that are too large for a worker, and the modules they are cut into."""
-        return self.refined.summary() if self.refined.stuck is None else []
+        return self.shape.refined.summary() if self.shape.refined.stuck is None else []
 
     @property
     def side_by_side(self) -> bool:
-        """Whether rounds run side by side."""
         return self.plan.side_by_side(self.workers, self.microbatches)
 
     @property
     def stages(self) -> list[StageRow]:
-        """Stages in running order."""
         return stage_rows(self.plan, self.costs, self.workers)
 
     @property
@@ -286,12 +248,10 @@ class Outlook(Trial):
 
     @property
     def fits_device(self) -> bool:
-        """Whether every worker has enough memory."""
         return fits(self.plan, self.costs, self.workers, self.limits.memory)
 
     @property
     def fits_host(self) -> bool:
-        """Whether each host has enough memory."""
         return total(self.host_items) <= self.hardware.host_memory
 
     @property
@@ -307,7 +267,6 @@ class Outlook(Trial):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step on all machines."""
         return self.wish.machines * self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
@@ -322,7 +281,6 @@ class Outlook(Trial):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all machines together. The model must fit."""
         return self.step_tokens / self.period_s
 
     @cached_property
@@ -384,18 +342,14 @@ def look(wish: Wish) -> Outlook:
     """Estimate costs, search the best plan within memory or take the wish's own, and simulate it.
 
     Raises:
-        ValueError: a name of the wish is not known, or a number is out of range. A model that does not fit is no error.
+        ValueError: a setting is wrong. A model that does not fit is no error.
     """
     machine, assumed = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
     return look_at(shape_of(wish, machine), wish, assumed)
 
 
 def check(wish: Wish) -> None:
-    """Check what does not depend on the machine, before `this_machine` measures it.
-
-    Raises:
-        ValueError: the model, its adapters, the plan or the sequence length is wrong.
-    """
+    """Check what does not depend on the machine, before `this_machine` measures it. Raises ``ValueError``."""
     if wish.plan is not None:
         Plan.parse(wish.plan)
     _length_of(wish, shape_of(wish, EMULATED))
@@ -413,11 +367,7 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
 
 
 def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
-    """Build the model of a wish on the meta device, with estimates for ``machine``.
-
-    Raises:
-        ValueError: see `ModelShape`.
-    """
+    """Return the model of a wish on the meta device, with estimates for ``machine``; see `ModelShape`."""
     shape = ModelShape(wish, machine, least(memory_of(wish, machine)))
     return shape if wish.token_tiles is None else shape.in_tiles(wish.token_tiles)
 
@@ -430,17 +380,7 @@ def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
 
 
 def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
-    """Return the outlook of a model that has been built; see `look`.
-
-    Args:
-        shape: the model, from `shape_of`.
-        wish: the request.
-        assumed: assumptions about the machine, in sentences.
-        longest: whether to look for the longest sequence, which takes some seconds.
-
-    Raises:
-        ValueError: a number or the plan of the wish is wrong. A model that does not fit is no error.
-    """
+    """Return the outlook of a model from `shape_of`; see `look`. ``longest``: whether to look for the longest one."""
     memory = least(memory_of(wish, shape.hardware))
     workers = wish.workers or shape.hardware.workers
     microbatches = wish.microbatches or 2 * workers
@@ -450,7 +390,7 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
     run = None
     if chosen.has_room_for(plan):
         run = run_steps(plan, chosen.costs, workers, microbatches, chosen.rules, 2 * _STEPS)
-    found = find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None
+    found = find_longest(shape, workers, microbatches, memory) if longest else None
     return Outlook(
         shape, wish, workers, microbatches, chosen.sequence_length, chosen.microbatch_size, chosen.judged,
         plan=plan, run=run, longest=found, assumed=assumed,
@@ -475,7 +415,7 @@ def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
         return pair[0].seconds_a_sequence(pair[1])
 
     best, plan = min(found, key=seconds)  # of equal ones, the largest size
-    if len(trials) > 1 and best.wish.search and (longer := best.best(1 - part * len(found))) is not None:
+    if len(trials) > 1 and not best.wish.like_paper and (longer := best.best(1 - part * len(found))) is not None:
         return min((best, plan), (best, longer), key=seconds)
     return best, plan
 
@@ -493,16 +433,14 @@ def _host_round(costs: Costs, shape: ModelShape, workers: int, microbatches: int
     return 0
 
 
-def find_longest(
-    shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None = None
-) -> Longest:
+def find_longest(shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> Longest:
     """Return the longest sequence that fits. ``memory``: bytes of each worker; None: no limit.
 
     Microbatches have one sequence, stages have one call, and rounds are as small as needed.
     """
 
     def why_not(tokens: int) -> str | None:
-        return _why_not(shape.costs(1, tokens), shape, workers, microbatches, memory, min_round)
+        return _why_not(shape.costs(1, tokens), shape, workers, microbatches, memory)
 
     low, high = 0, max(shape.longest // _LENGTHS * _LENGTHS, min(shape.longest, _LENGTHS))
     reason = why_not(high)
@@ -521,20 +459,15 @@ def find_longest(
     return Longest(low, reason)
 
 
-def plan_of_longest(
-    costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
-) -> Plan:
+def plan_of_longest(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> Plan:
     """Return the plan that `find_longest` checks."""
-    lowest = min_round or workers
-    most = max(lowest, _host_round(costs, shape, workers, microbatches))
-    return smallest_within(costs, workers, microbatches, lowest, memory, most)
+    most = max(workers, _host_round(costs, shape, workers, microbatches))
+    return smallest_within(costs, workers, microbatches, workers, memory, most)
 
 
-def _why_not(
-    costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
-) -> str | None:
+def _why_not(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> str | None:
     """Return what is too large, in words; None if the plan fits."""
-    plan = plan_of_longest(costs, shape, workers, microbatches, memory, min_round)
+    plan = plan_of_longest(costs, shape, workers, microbatches, memory)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={_size(memory)} of each worker, the largest part for {_without_stage(item)}"

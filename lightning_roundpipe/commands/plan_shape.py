@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from lightning_roundpipe.commands.choices import make_model, read_config
-from lightning_roundpipe.commands.command_line import Settings
+from lightning_roundpipe.commands.choices import make_model, read_config, with_adapters
 from lightning_roundpipe.commands.machines import AUTO
 from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights
+from lightning_roundpipe.commands.wish import Tiles, Wish
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
@@ -26,8 +24,7 @@ from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs
 from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
-from lightning_roundpipe.planning.profile import Hardware, Precision
-from lightning_roundpipe.planning.search import SEARCH_SECONDS
+from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.tiles import tiled
 
 USUAL_LENGTH = 2048
@@ -37,62 +34,6 @@ _MOST_LENGTH = 2**20
 """Positions of a model whose configuration has no limit."""
 
 
-Tiles = int | tuple[tuple[str, int], ...]
-"""The strategy's ``token_tiles``; a mapping as its items."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """Request for a plan. Fields have the names and meanings of the command's options, sizes in bytes.
-
-    Attributes:
-        search_seconds: longest search.
-        search: whether to search for a plan; otherwise the paper's algorithm makes it.
-        like_paper: whether to predict the paper's library; see `ModelShape`.
-    """
-
-    model: str
-    hardware: str | None = None
-    lora: str = "none"
-    precision: Precision = "bf16-mixed"
-    sequence_length: int | None = None
-    microbatch_size: int | None = None
-    microbatches: int | None = None
-    workers: int | None = None
-    staleness: Staleness = 0
-    memory: int | None = None
-    min_round: int | None = None
-    max_round: int | None = None
-    search_seconds: float = SEARCH_SECONDS
-    search: bool = True
-    plan: str | None = None
-    gpu: str | None = None
-    gpus: int | None = None
-    host_memory: int | None = None
-    lora_settings: Settings = ()
-    model_settings: Settings = ()
-    reduce_dtype: str | None = None
-    optimizer_state: str = "fp32"
-    carry_products: bool = False
-    gradient_clip_val: float | None = None
-    like_paper: bool = False
-    max_positions: int | None = None
-    machines: int = 1
-    network: float | None = None
-    """Bytes a second."""
-    token_tiles: Tiles | None = None
-
-    def changed(self, changes: Mapping[str, Any]) -> Wish:
-        """Return the wish with other values of some options. ``model.NAME`` and ``lora.NAME`` are settings."""
-        options: dict[str, Any] = {}
-        for name, value in changes.items():
-            group, dot, setting = name.partition(".")
-            field = f"{group}_settings" if dot else name
-            before = options.get(field, getattr(self, field))
-            options[field] = tuple({**dict(before), setting: value}.items()) if dot else value
-        return replace(self, **options)
-
-
 TILE = 4096
 """Tokens of a tile in estimates with tiles, if the wish asks for no tiles."""
 USUAL_TILE = 1024
@@ -100,18 +41,15 @@ USUAL_TILE = 1024
 
 
 class ModelShape:
-    """A model on the meta device, with estimates for a machine.
+    """A model on the meta device, with estimates for a machine. Layers are cut to fit into ``memory`` bytes of each
+    worker.
 
-    Args:
-        wish: the model, its adapters, and how it is trained. With ``like_paper``, the times are those of the paper's
-            library: the loss takes no longer than the output layer's products, the host issues the operations of one
-            expert after another, and without staleness the optimizer begins when backward is over.
-        hardware: the machine.
-        memory: bytes that every worker may use. Layers are cut to fit, as in training. None: no limit.
+    With ``wish.like_paper``, the times are those of the paper's library: the loss takes no longer than the output
+    layer's products, the host issues the operations of one expert after another, and without staleness the optimizer
+    begins when backward is over.
 
     Raises:
-        ValueError: there is no such model or there are no such adapters, they do not fit each other, packed weights
-            have no adapters, or ``max_positions`` is no more than the configuration's.
+        ValueError: model, adapters and packed weights do not fit each other, or ``max_positions`` asks for no more.
     """
 
     def __init__(self, wish: Wish, hardware: Hardware, memory: int | None = None) -> None:
@@ -130,8 +68,10 @@ class ModelShape:
         self.hardware = hardware
         self._like_paper = self.experts_in_turn = wish.like_paper
         """Whether the interpreter issues the operations of each expert by themselves (transformers' ``eager``)."""
-        self._module = make_model(config, model, wish.lora, wish.precision, wish.lora_settings)
-        self._packed = {} if self.quantization is None else packed_weights(self._module, self.quantization)
+        base, quantization = make_model(config, model, wish.precision), self.quantization
+        self._packed = {} if quantization is None else packed_weights(base, quantization)
+        form = None if quantization is None else quantization.form
+        self._module = with_adapters(base, model, wish.lora, wish.lora_settings, form)
         self._root = root = nn.Module()
         root.model = self._module  # as in a LightningModule, so that layers have the same names as in training
         found = find_layers(root)
@@ -163,20 +103,14 @@ class ModelShape:
         return Size(*layer_bytes(layer, self._packed))
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
-        """Return the costs of a microbatch of ``microbatch_size`` sequences, of ``sequence_length`` tokens each.
-
-        Results are cached. They stay valid on a host with more memory.
-        """
+        """Return the costs of a microbatch of so many sequences, of so many tokens each. They are cached."""
         key = microbatch_size, sequence_length
         if key not in self._known:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
 
     def on(self, machine: Hardware) -> ModelShape:
-        """Return the model with estimates for another machine, of the same kinds of devices in the same proportions.
-
-        Its layers stay as they are cut, and so do costs, unless each worker has its own.
-        """
+        """Return the model with estimates for another machine, of the same kinds of devices in the same proportions."""
         other = copy(self)
         other.hardware = machine
         if machine.kinds:
@@ -184,11 +118,7 @@ class ModelShape:
         return other
 
     def in_tiles(self, tiles: Tiles = TILE) -> ModelShape:
-        """Return the model with modules in tiles of tokens.
-
-        Raises:
-            ValueError: ``tiles`` names modules that the model has not.
-        """
+        """Return the model with modules in tiles of tokens. Raises ``ValueError`` for names of no modules."""
         other = copy(self)
         found = modules_in_tiles(self._root, tiles if isinstance(tiles, int) else dict(tiles))
         other._known, other._tiled = {}, list(found.values())
@@ -229,12 +159,7 @@ class ModelShape:
         )  # fmt: skip
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
-        """Return the rules of a simulation: times of the host, of copies, of updates and of the network.
-
-        Args:
-            staleness: staleness of updates.
-            network: bytes a second between machines; None: there is one machine.
-        """
+        """Return the times of the host, of copies, of updates and of the network, if there is one (bytes a second)."""
         machine = self.hardware
         between = None
         if network is not None:

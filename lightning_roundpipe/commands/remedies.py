@@ -14,7 +14,8 @@ from itertools import combinations
 from typing import Any
 
 from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Outlook, look_at, shape_of, total
-from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.planning.memory import size_text
 
@@ -58,13 +59,8 @@ def _settings(changes: Changes) -> str:
 
 @dataclass(frozen=True)
 class Remedies:
-    """Result of all tries.
-
-    Attributes:
-        found: remedies that fit, the least change first.
-        hopeless: settings that do not fit.
-        device_memory: bytes of a device that would be enough, of which a worker may use the usual share. If the wish
-            sets ``memory``, its value that would be enough. None if workers are large enough.
+    """Result of all tries: what fits, the least change first, and what does not. ``device_memory``: bytes of a device,
+    or of ``memory=`` if the wish sets it, that would be enough; None if workers are large enough.
     """
 
     found: list[Remedy]
@@ -88,13 +84,7 @@ def find_remedies(outlook: Outlook) -> Remedies:
 
 
 class _Tries:
-    """Tries changes of the wish of ``outlook``.
-
-    Attributes:
-        found: what fits.
-        refused: changes that do not fit; the first is none at all.
-        hopeless: the same, in words.
-    """
+    """Tries changes of the wish of ``outlook``. The first of ``refused`` is none at all."""
 
     def __init__(self, outlook: Outlook) -> None:
         self._outlook, self._wish, self._left = outlook, outlook.wish, TRIES

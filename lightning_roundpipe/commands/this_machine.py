@@ -1,7 +1,4 @@
-"""``hardware=auto``: measures this machine, and writes a file like those in ``conf/hardware``.
-
-The plan is made from the file, so a later command with ``hardware=FILE`` has the same numbers.
-"""
+"""``hardware=auto``: measures this machine into a file like those in ``conf/hardware``, of which plans are made."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_roundpipe.commands.hardware_probes import probe
-from lightning_roundpipe.commands.machines import MOST_WORKERS
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.profile import Hardware
 
@@ -38,25 +34,16 @@ def default_path() -> Path:
 
 
 def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
-    """Measure this machine into a file, and return the file's path and text.
-
-    Standard error has one line of progress, and one that names the file.
-
-    Args:
-        path: the file; None: `default_path`.
-        workers: number of devices; see `probe`.
+    """Measure this machine into a file, and return the file's path and text; progress goes to standard error.
 
     Raises:
-        ValueError: the file exists already, its name is not allowed, ``workers`` is out of range, or a probe failed.
-        OSError: the file cannot be written.
+        ValueError: the file exists already, its name is not allowed, or a probe failed.
     """
     path = default_path() if path is None else path
     if path.suffix not in (".yaml", ".yml") or "," in str(path):
         raise ValueError(f"hardware_file={path} must be one file whose name ends in .yaml, as hardware= reads it.")
     if not path.parent.is_dir():
         raise ValueError(f"hardware_file={path} cannot be written: there is no folder {path.parent}.")
-    if (workers or 1) > MOST_WORKERS:
-        raise ValueError(f"workers={workers} must be 1 to {MOST_WORKERS}.")
     if path.exists():
         raise ValueError(
             f"hardware=auto would overwrite {path}. Plan with it by hardware={path}, remove it to measure again, or "
@@ -70,11 +57,7 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
 
 
 def refuse_missing(workers: int | None) -> None:
-    """Refuse to measure more GPUs than this machine has. Plans, and emulated devices, may have any number.
-
-    Raises:
-        ValueError: there are fewer GPUs than ``workers``.
-    """
+    """Refuse to measure more GPUs than this machine has. Plans, and emulated devices, may have any number."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count and (workers or 0) > count:
         raise ValueError(

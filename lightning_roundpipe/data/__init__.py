@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_roundpipe.data.packed_text import PackedText, pydoc_topics
-from lightning_roundpipe.data.random_tokens import RandomTokens
+from lightning_roundpipe.data.in_memory import PackedText, RandomTokens, pydoc_topics
 from lightning_roundpipe.data.text_files import TextFiles
 
 __all__ = ["PackedText", "RandomTokens", "TextFiles", "pydoc_topics"]

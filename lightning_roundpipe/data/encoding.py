@@ -31,12 +31,10 @@ Tokens = npt.NDArray[np.int32]
 
 
 class Encoder:
-    """Encodes with ``tokenizer``. The model's end-of-text token follows texts and completions.
+    """Encodes with a fast tokenizer: only those return character offsets. End-of-text follows texts and completions.
 
-    Args:
-        tokenizer: a fast one, because only those return character offsets.
-        loss_on: ``"completions"`` (in a chat: the assistant's messages) or ``"everything"``.
-        chat_template: formats conversations instead of the tokenizer's own template.
+    ``loss_on``: ``"completions"`` (in a chat: the assistant's messages) or ``"everything"``. ``chat_template`` formats
+    conversations instead of the tokenizer's own template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, chat_template: str | None = None) -> None:

@@ -6,7 +6,6 @@ that must not attend to each other are packed whole, or padded, one per row.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from typing import Any
 
 import numpy as np
@@ -92,26 +91,21 @@ class WholeRows(Rows):
 def packed(lengths: Whole, room: int) -> Whole:
     """Return the row of each record, with at most ``room`` tokens a row: best fit, longest records first."""
     rows = np.empty(len(lengths), dtype=np.int64)
-    with_space: dict[int, list[int]] = {}
-    spaces: list[int] = []
-    count = 0
+    with_space: list[list[int]] = [[] for _ in range(room + 1)]
+    spaces = count = 0
+    """Bit n of ``spaces``: some row has space for n tokens."""
     for record in np.argsort(-lengths, kind="stable"):
         length = int(lengths[record])
-        at = bisect_left(spaces, length)
-        if at == len(spaces):
-            row, space = count, room
-            count += 1
-        else:
-            space = spaces[at]
+        if enough := spaces >> length:
+            space = length + (enough & -enough).bit_length() - 1
             row = with_space[space].pop()
-            if not with_space[space]:
-                del spaces[at]
+            spaces ^= (not with_space[space]) << space
+        else:
+            row, space, count = count, room, count + 1
         rows[record] = row
-        left = space - length
-        if left and not with_space.setdefault(left, []):
-            insort(spaces, left)
-        if left:
+        if left := space - length:
             with_space[left].append(row)
+            spaces |= 1 << left
     return rows
 
 

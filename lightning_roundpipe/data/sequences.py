@@ -16,56 +16,44 @@ from lightning_roundpipe.messages import PREFIX, plural, warn
 Batch = dict[str, Tensor]
 
 
-def check_sizes(sequence_length: int, batch_size: int, num_workers: int = 0, **others: int | None) -> None:
-    """Raise ``ValueError`` for batches without a target, and for numbers that cannot be. ``others`` are at least 1."""
-    if sequence_length < 2:
-        raise ValueError(
-            f"data.sequence_length={sequence_length} is too short: the first token of a sequence is not a target."
-        )
-    for name, value in {"batch_size": batch_size, **others}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"data.{name}={value} must be at least 1.")
-    if num_workers < 0:
-        raise ValueError(f"data.num_workers={num_workers} must be at least 0, which loads in this process.")
+class TokenRows(LightningDataModule):
+    """Rows of tokens as ``input_ids`` and ``labels``, which the model shifts: those of ``training`` in a random order,
+    then those of ``validation``. Both are tensors of shape (rows, length), or datasets of batches' items.
 
+    Raises:
+        ValueError: rows have no target, or a number cannot be. ``others`` are at least 1, if they are set.
+    """
 
-def batches_of_step(data: LightningDataModule) -> int:
-    """Return the trainer's ``accumulate_grad_batches``; 1 without a trainer."""
-    return 1 if data.trainer is None else data.trainer.accumulate_grad_batches
+    training: Any
+    validation: Any
 
-
-class Sequences(Dataset[Batch]):
-    """The rows of ``tokens``, shape (rows, length), as ``input_ids`` and ``labels`` (the model shifts the labels)."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @override
-    def __getitem__(self, index: int) -> Batch:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-class InMemory(LightningDataModule):
-    """Rows of tokens in memory: those of ``training`` in a random order, then those of ``validation``."""
-
-    training: Tensor
-    validation: Tensor
-
-    def __init__(self, batch_size: int, seed: int, num_workers: int) -> None:
+    def __init__(self, length: int, batch_size: int, seed: int, num_workers: int, **others: int | None) -> None:
         super().__init__()
-        self.batch_size, self.seed, self.num_workers = batch_size, seed, num_workers
+        if length < 2:
+            raise ValueError(
+                f"data.sequence_length={length} is too short: the first token of a sequence is not a target."
+            )
+        for name, value in {"batch_size": batch_size, **others}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name}={value} must be at least 1.")
+        if num_workers < 0:
+            raise ValueError(f"data.num_workers={num_workers} must be at least 0, which loads in this process.")
+        self.sequence_length, self.batch_size, self.seed, self.num_workers = length, batch_size, seed, num_workers
 
     @override
     def train_dataloader(self) -> ShuffledLoader:
-        rows = Sequences(self.training)
-        return ShuffledLoader(rows, self.batch_size, self.seed, self.num_workers, batches_of_step(self))
+        self.setup("fit")
+        batches = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        return ShuffledLoader(_items(self.training), self.batch_size, self.seed, self.num_workers, batches)
 
     @override
     def val_dataloader(self) -> DataLoader[Batch]:
-        return DataLoader(Sequences(self.validation), self.batch_size, num_workers=self.num_workers)
+        self.setup("fit")
+        return DataLoader(_items(self.validation), self.batch_size, num_workers=self.num_workers)
+
+
+def _items(rows: Any) -> Any:
+    return [{"input_ids": row, "labels": row} for row in rows] if isinstance(rows, Tensor) else rows
 
 
 class ShuffledLoader(DataLoader[Batch]):

@@ -18,10 +18,7 @@ SHARED_PARAGRAPH = 120
 def split_texts(texts: Mapping[str, str], fraction: float, seed: int = 0) -> tuple[list[str], list[str]]:
     """Return the names for training and for validation. They depend only on the texts and ``seed``, no random state.
 
-    Args:
-        texts: the texts by name.
-        fraction: the largest share of all characters for validation. Groups of texts are added as long as they fit.
-        seed: another seed gives another split.
+    Groups of texts are added to validation as long as they fit into its ``fraction`` of all characters.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"data.validation_fraction={fraction!r} must lie between 0 and 1.")

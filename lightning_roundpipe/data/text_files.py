@@ -11,15 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
 from lightning_roundpipe.data.rows import JoinedRows, Rows, WholeRows
-from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, batches_of_step, check_sizes
+from lightning_roundpipe.data.sequences import Batch, TokenRows
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
 from lightning_roundpipe.messages import PREFIX, plural
 
@@ -30,7 +29,7 @@ _CHOICES = {
 }
 
 
-class TextFiles(LightningDataModule):
+class TextFiles(TokenRows):
     """Data from files of records.
 
     A ``.txt`` file is one text. ``.jsonl``, ``.json``, ``.parquet`` and folders that ``datasets`` saved hold records of
@@ -84,82 +83,50 @@ class TextFiles(LightningDataModule):
         cache_folder: str | Path | None = None,
         chat_template: str | Path | None = None,
     ) -> None:
-        super().__init__()
         for name, value in (("rows", rows), ("loss_on", loss_on), ("too_long", too_long)):
             if value not in _CHOICES[name]:
                 raise ValueError(f"data.{name}={value!r} must be {' or '.join(map(repr, _CHOICES[name]))}.")
-        check_sizes(sequence_length, batch_size, num_workers, max_validation_sequences=max_validation_sequences)
+        most = max_validation_sequences
+        super().__init__(sequence_length, batch_size, seed, num_workers, max_validation_sequences=most)
         if validation_path is None and not 0 < validation_fraction < 1:
             raise ValueError(f"data.validation_fraction={validation_fraction!r} must lie between 0 and 1.")
-        self.tokenizer = _loaded(tokenizer)
-        self._encoder = Encoder(self.tokenizer, loss_on, _template(chat_template))
-        self.path = Path(path).expanduser()
-        self.validation_path = None if validation_path is None else Path(validation_path).expanduser()
-        self.cache_folder = _default_cache() if cache_folder is None else Path(cache_folder).expanduser()
-        self.vocab_size = vocab_size
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.rows = rows
-        self.loss_on = loss_on
-        self.too_long = too_long
-        self.validation_fraction = validation_fraction
-        self.max_validation_sequences = max_validation_sequences
-        self.seed = seed
-        self.num_workers = num_workers
-        self._stores: tuple[TokenStore, TokenStore | None] | None = None
-        self._split: list[Rows | Subset[Batch]] = []
-        """The rows for training, and those for validation."""
+        made = _loaded(tokenizer)
+        pads = (made.pad_token_id, made.eos_token_id, 0)  # nothing reads it; other programs look for it
+        self._pad: int = next(token for token in pads if token is not None)
+        self._encoder = Encoder(made, loss_on, _template(chat_template))
+        paths = {"data.path": path, "data.validation_path": validation_path}
+        self._paths = {setting: Path(given).expanduser() for setting, given in paths.items() if given is not None}
+        self._cache = _default_cache() if cache_folder is None else Path(cache_folder).expanduser()
+        self.rows, self.vocab_size = rows, vocab_size
+        self._too_long, self._fraction, self._most = too_long, validation_fraction, most
+        self._stores: list[TokenStore] = []
 
     @override
     def prepare_data(self) -> None:
         """Tokenise the files unless an earlier run has."""
-        self._sources()
+        if not self._stores:
+            self._stores = [self._open(path, setting) for setting, path in self._paths.items()]
 
     @override
     def setup(self, stage: str) -> None:
         """Lay the records out in rows, and report their numbers."""
-        if not self._split:
-            source, held_out = self._sources()
-            if held_out is None:
-                held_out = source
-                training, validation = self._divided(source)
-            else:
-                training, validation = np.arange(len(source)), np.arange(len(held_out))
-            self._split = [
-                self._laid_out("training", source, training), self._laid_out("validation", held_out, validation)
-            ]  # fmt: skip
-
-    @override
-    def train_dataloader(self) -> ShuffledLoader:
-        return ShuffledLoader(self._rows()[0], self.batch_size, self.seed, self.num_workers, batches_of_step(self))
-
-    @override
-    def val_dataloader(self) -> DataLoader[Batch]:
-        return DataLoader(self._rows()[1], self.batch_size, num_workers=self.num_workers)
-
-    def _rows(self) -> list[Rows | Subset[Batch]]:
-        self.setup("fit")
-        return self._split
-
-    def _sources(self) -> tuple[TokenStore, TokenStore | None]:
-        """Return the tokens of ``path`` and of ``validation_path``."""
-        if self._stores is None:
-            held_out = self.validation_path
-            self._stores = (
-                self._open(self.path, "data.path"),
-                None if held_out is None else self._open(held_out, "data.validation_path"),
-            )
-        return self._stores
+        self.prepare_data()
+        if not hasattr(self, "training"):
+            source, held_out = self._stores[0], self._stores[-1]
+            parts = self._divided(source) if held_out is source else (np.arange(len(s)) for s in (source, held_out))
+            training, validation = parts
+            rows = self._laid_out("training", source, training), self._laid_out("validation", held_out, validation)
+            self.training, self.validation = rows
 
     def _open(self, path: Path, setting: str) -> TokenStore:
-        store = open_store(path, setting, self._encoder, self.cache_folder)
+        store = open_store(path, setting, self._encoder, self._cache)
         largest = store.column("largest").max()
         if largest >= self.vocab_size:
             raise ValueError(
                 f"{setting}: the tokenizer makes token {largest}, and the model's vocabulary has {self.vocab_size}. "
                 "Set data.tokenizer to that of the model."
             )
-        if self.rows == "joined" and self.loss_on == "completions" and store.column("prompt").any():
+        if self.rows == "joined" and self._encoder.completions_only and store.column("prompt").any():
             raise ValueError(
                 f"data.rows='joined' cuts records anywhere, and those of {setting} have prompts: a row could have "
                 "nothing to be learnt. Set data.rows=packed, or data.loss_on=everything."
@@ -176,7 +143,7 @@ class TextFiles(LightningDataModule):
         seeds = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)
         # Digests are random already, so multiplying by an odd number mixes well enough: upper bits decide the order.
         mixed = (store.column("digest").view(np.uint64) ^ seeds) * np.uint64(0x9E3779B97F4A7C15)
-        last = max(1, round(len(mixed) * self.validation_fraction)) - 1
+        last = max(1, round(len(mixed) * self._fraction)) - 1
         held_out = mixed <= np.partition(mixed, last)[last]
         if held_out.all():
             raise ValueError(
@@ -192,9 +159,7 @@ class TextFiles(LightningDataModule):
             rows = JoinedRows(store, records, self.sequence_length)
         else:
             records, changed = self._fitting(store, records)
-            pads = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-            pad = next(token for token in pads if token is not None)  # nothing reads it; other programs look for it
-            rows = WholeRows(store, records, self.sequence_length, pad, packs=self.rows == "packed")
+            rows = WholeRows(store, records, self.sequence_length, self._pad, packs=self.rows == "packed")
         if not len(rows):
             raise ValueError(f"data.sequence_length={self.sequence_length} is longer than all text for {purpose}.")
         _tell(
@@ -202,8 +167,8 @@ class TextFiles(LightningDataModule):
             f"{100 * rows.filled:.0f} % full",
             changed,
         )
-        if purpose == "validation" and self.max_validation_sequences is not None:
-            spread = np.linspace(0, len(rows) - 1, min(self.max_validation_sequences, len(rows)))
+        if purpose == "validation" and self._most is not None:
+            spread = np.linspace(0, len(rows) - 1, min(self._most, len(rows)))
             return Subset(rows, spread.round().astype(int).tolist())
         return rows
 
@@ -214,12 +179,12 @@ class TextFiles(LightningDataModule):
             return records, ""
         limit = plural(self.sequence_length, "token")
         which = f"{plural(len(long), 'record')} of more than {limit}, {store.place(long[0])} first"
-        if self.too_long == "error":
+        if self._too_long == "error":
             raise ValueError(
                 f"data.sequence_length={self.sequence_length} is too short for {which}. Raise it, or set "
                 "data.too_long to truncate or drop, or data.rows=joined for texts."
             )
-        if self.too_long == "drop":
+        if self._too_long == "drop":
             return np.setdiff1d(records, long), f"without {which}"
         for record, [tokens] in ((record, store.tokens(np.array([record]))) for record in long):
             if not learnt(tokens[: self.sequence_length]):

@@ -34,16 +34,7 @@ Whole = npt.NDArray[np.int64]
 
 
 class TokenStore:
-    """The tokens of all records under a path.
-
-    Args:
-        table: their tokens, and what is known of each.
-        files: how many files they come from.
-        others: names of files beside them that are not read.
-
-    Attributes:
-        lengths: tokens of each record.
-    """
+    """The tokens of all records under a path, from so many files. ``others``: names of files that are not read."""
 
     def __init__(self, table: Dataset, files: int, others: Sequence[str]) -> None:
         import pyarrow.compute as pc
@@ -71,15 +62,9 @@ class TokenStore:
 def open_store(path: Path, setting: str, encoder: Encoder, folder: Path) -> TokenStore:
     """Return the tokens of the file or folder ``path``, from an earlier run if there was one.
 
-    Args:
-        path: what to read.
-        setting: name of the setting, for messages.
-        encoder: makes the tokens.
-        folder: the cache folder.
-
     Raises:
         FileNotFoundError: there is nothing to read.
-        ValueError: some records are invalid; the message names them.
+        ValueError: some records are invalid; the message names them and the ``setting``.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -179,11 +164,7 @@ def _encoded(
     columns: dict[str, list[Any]],
     indices: list[int],
 ) -> dict[str, list[Any]]:
-    """Return the tokens of some records.
-
-    Raises:
-        ValueError: records are invalid.
-    """
+    """Return the tokens of some records, or raise ``ValueError`` about the invalid ones."""
     items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     rows: dict[str, list[Any]] = {key: [] for key in ("tokens", "place", "digest", "largest", "prompt")}
     bad: dict[str, list[int]] = {}

@@ -7,6 +7,8 @@ from typing import NoReturn
 
 import torch
 
+from lightning_roundpipe.messages import gib
+
 
 class StreamAborted(RuntimeError):
     """A wait ended because its device was aborted or closed.
@@ -92,16 +94,6 @@ def raise_kept(error: BaseException, stream: str) -> NoReturn:
     raise without_frames(error, stream) from (error.__cause__ if isinstance(error, StreamError) else error)
 
 
-def sizeof(nbytes: int) -> str:
-    """Return a size with its unit, such as ``1.5 KiB`` for ``1536``."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
 def out_of_memory(
     device: str, asked: int, purpose: str, resident: Mapping[str, int], limit: int | None, *, emulated: bool
 ) -> DeviceOutOfMemory:
@@ -115,10 +107,10 @@ def out_of_memory(
         limit: bytes that the device may use, if known.
         emulated: whether to recommend raising the emulated memory.
     """
-    held = ", ".join(f"{name} {sizeof(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1])) or "nothing"
-    of = "" if limit is None else f" of {sizeof(limit)}"
+    held = ", ".join(f"{name} {gib(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1])) or "nothing"
+    of = "" if limit is None else f" of {gib(limit)}"
     more = " Or raise memory= of emulation=." if emulated else ""
     return DeviceOutOfMemory(
-        f"{device} is out of memory: {sizeof(asked)} for {purpose} do not fit, {sizeof(sum(resident.values()))}{of} "
+        f"{device} is out of memory: {gib(asked)} for {purpose} do not fit, {gib(sum(resident.values()))}{of} "
         f"are in use ({held}). {SMALLER}.{more}"
     )

@@ -1,4 +1,4 @@
-"""How much host memory is free to pin.
+"""How much host memory is free to pin, and the most that the process has taken.
 
 Pinned pages count as the process's memory: a process that exceeds the limit of its control groups is killed. The limit
 of locked memory (``ulimit -l``) applies to ``mlock`` and does not count what CUDA pins.
@@ -7,6 +7,8 @@ of locked memory (``ulimit -l``) applies to ``mlock`` and does not count what CU
 from __future__ import annotations
 
 import re
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -85,3 +87,20 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
         for around in (group, *group.parents):
             if around.is_relative_to(base):
                 yield around, files
+
+
+def forget_peak() -> None:
+    """Reset the peak of this process, where the system can: a sweep has several runs in one process."""
+    with suppress(OSError):  # not Linux, or not permitted
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process in bytes since ``forget_peak``, or since the process began."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        found = None
+    if found:
+        return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

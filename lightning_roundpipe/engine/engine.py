@@ -227,8 +227,6 @@ class Engine:
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
-            if len(functions) == 1 and len(context.pool.workers) > 1:
-                self.hints.of_one_microbatch(len(context.pool.workers), context.options.num_microbatches or 1)
             self.planner.learn(step, self._drain)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from lightning_roundpipe.devices import host_memory
 from lightning_roundpipe.devices.errors import LESS_FRAGMENTED
 from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, Recorder, bubble_percent, span_of
 from lightning_roundpipe.engine.step import Step
@@ -114,11 +113,12 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
                 "peak_device_bytes": peaks,
                 "planned_device_bytes": planned,
                 "alloc_retries": retries,
-                "peak_host_bytes": _peak_host_bytes(),
+                "peak_host_bytes": host_memory.peak_bytes(),
                 "bubble_pct": bubble_percent(rows, workers),
                 "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
                 "step_time_s": took,
                 "optimizer_lag_s": _lag(rows, started, applied),
+                "waits_for_optimizer": updates is None,
                 "costs": costs.to_dict() if costs is not None else None,
                 "events": rows,
                 "stalls": stalls,
@@ -132,8 +132,3 @@ def _lag(rows: list[dict[str, Any]], started: float, applied: float | None) -> f
     """Return the seconds from the last gradient's arrival on the host to the end of the update; None if not known."""
     arrived = [row["end_s"] for row in rows if row["kind"] in ("backward", "download_gradients")]
     return None if applied is None or not arrived else max(0.0, applied - started - max(arrived))
-
-
-def _peak_host_bytes() -> int:
-    """Return the peak memory of this process. macOS counts bytes, other systems KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
+from lightning_roundpipe.config import refuse_taken
 from lightning_roundpipe.export.merging import Adapters
 from lightning_roundpipe.export.trained import Trained, find_trained, read_tokenizer, state_of
 from lightning_roundpipe.export.weight_sources import (
@@ -29,6 +29,7 @@ from lightning_roundpipe.export.weight_sources import (
     layers,
 )
 from lightning_roundpipe.messages import first_line, gib, plural
+from lightning_roundpipe.model.quantize import without_progress_bars
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -43,13 +44,7 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        folder: where it is.
-        contents: what they hold, in words.
-        notes: what the user should know.
-    """
+    """What was written: its folder, what it holds, in words, and what the user should know."""
 
     folder: Path
     contents: str
@@ -83,10 +78,9 @@ def export(
     trained = find_trained(run, ckpt, base)
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}.")
-    final = Path(to).expanduser().absolute()
-    if final.is_file() or (final.is_dir() and any(final.iterdir())):
-        raise ValueError(f"to={to} is there and not empty: name a new folder.")
-    with _quiet():
+    final = refuse_taken(to, "to")
+    with without_progress_bars(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, about a model without weights
         job = _Job(trained, _DTYPES.get(dtype))
         with _writing(to):
             unfinished = final.with_name(f"{final.name}.{os.getpid()}.unfinished")
@@ -107,11 +101,7 @@ def export(
 
 
 class _Job:
-    """What is to be written, checked and ready.
-
-    Attributes:
-        contents, notes: as in `Exported`.
-    """
+    """What is to be written, checked and ready. ``contents``, ``notes``: as in `Exported`."""
 
     def __init__(self, trained: Trained, dtype: torch.dtype | None) -> None:
         self._trained, self._dtype = trained, dtype
@@ -248,20 +238,6 @@ def shared_names(model: PreTrainedModel) -> list[tuple[str, ...]]:
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide progress bars of transformers, and PEFT's warnings about a model without weights."""
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if bars:
-            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

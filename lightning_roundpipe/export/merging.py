@@ -36,16 +36,8 @@ _OTHER_BASE = "Name the model that was trained with base=."
 class Adapters:
     """Trained adapters in a model on the meta device.
 
-    Args:
-        model: the model, which gets the adapters.
-        config: the adapters' configuration.
-        trained: what was trained: names of PEFT's ``adapter_model.safetensors``, or those of a state dict, with
-            anything before ``base_model.model.``.
-        where: how an error names the file.
-
-    Attributes:
-        changed: names of the parameters that the adapters change.
-        modules: how many modules have adapters.
+    ``trained``: by the names of PEFT's ``adapter_model.safetensors``, or those of a state dict, with anything before
+    ``base_model.model.``. ``where``: how an error names the file. ``changed``: the parameters that the adapters change.
 
     Raises:
         ValueError: the adapters are those of another model, cannot be merged, or are not finite.

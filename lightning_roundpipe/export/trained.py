@@ -23,22 +23,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_roundpipe.export.merging import IN_PEFT
-from lightning_roundpipe.export.weight_sources import reading
 from lightning_roundpipe.messages import first_line, plural
-from lightning_roundpipe.model.loading import Pretrained
+from lightning_roundpipe.model.loading import Pretrained, reading
 from lightning_roundpipe.model.weight_files import from_the_hub
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model that was trained.
+    """The model that was trained. Its weights are in ``folder``, or ``load`` makes them in memory.
 
-    Attributes:
-        config, tokenizer: the model's.
-        folder: the folder with its weights; None: they are made in memory.
-        load: makes the model with its weights in memory, where there is no folder.
-        setting: how an error names the model.
-        name: what PEFT's configuration of adapters calls it.
+    ``setting``: how an error names the model; ``name``: how PEFT's configuration of adapters does.
     """
 
     config: PretrainedConfig
@@ -51,15 +45,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Trained:
-    """A base model, and what training has changed.
+    """A base model, and what training has changed, in ``file``: a checkpoint, or a folder of adapters.
 
-    Attributes:
-        base: the model.
-        file: what holds the trained weights: a checkpoint, or a folder of adapters.
-        where: how an error names it.
-        adapters: configuration and weights of adapters; None: all weights were trained.
-        notes: what the user should know of the choice.
-        tokenizer: folder of the tokenizer that the run trained with instead of the base model's.
+    ``adapters``: configuration and weights; None: all weights were trained. ``notes``: on the choice. ``tokenizer``:
+    folder of the tokenizer that the run trained with instead of the base model's.
     """
 
     base: Base
@@ -71,11 +60,7 @@ class Trained:
 
 
 def find_trained(run: str | Path, ckpt: str | Path | None = None, base: str | None = None) -> Trained:
-    """Return what a run, a checkpoint or a folder of adapters holds. The arguments are those of `export`.
-
-    Raises:
-        ValueError, OSError, ImportError: something is missing or cannot be read; the message names the setting.
-    """
+    """Return what a run, a checkpoint or a folder of adapters holds. The arguments are those of `export`."""
     path = Path(run).expanduser().absolute()
     if path.is_file() and ckpt is None:
         if (path.parent.parent / "config.yaml").is_file():
@@ -99,11 +84,7 @@ def find_trained(run: str | Path, ckpt: str | Path | None = None, base: str | No
 
 
 def state_of(path: Path, names: Iterable[str]) -> Callable[[], Mapping[str, Tensor]]:
-    """Return what maps the weights of these names, those of a model, that a checkpoint has under any common prefix.
-
-    Raises:
-        ValueError: the file cannot be read, or holds another model.
-    """
+    """Return what maps the weights of these names, those of a model, that a checkpoint has under any common prefix."""
     names = list(names)
     where, state = f"ckpt={path}", _state_of(path)
     if any(IN_PEFT in name for name in state):
@@ -305,11 +286,7 @@ def _read_adapters(folder: Path, setting: str) -> tuple[PeftConfig, Mapping[str,
 
 
 def read_tokenizer(folder: Path, setting: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that a run was trained with.
-
-    Raises:
-        ValueError: it is not there any more, or cannot be read.
-    """
+    """Return the tokenizer that a run was trained with."""
     if not folder.is_dir():
         raise ValueError(f"{setting} was trained with data.tokenizer={folder}, which is not there: put it back.")
     with reading(folder, setting):

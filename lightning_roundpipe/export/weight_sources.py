@@ -13,8 +13,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -31,19 +30,15 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
-from lightning_roundpipe.messages import first_line, plural
+from lightning_roundpipe.messages import plural
+from lightning_roundpipe.model.loading import reading
 from lightning_roundpipe.model.weight_files import check_file, weight_files
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 class Source(Protocol):
-    """Tensors by name.
-
-    Attributes:
-        specs: the tensors' shapes and dtypes, on the meta device.
-        stored: whether names and shapes are those of a model's files, and not those of its parameters.
-    """
+    """Tensors by name. ``specs`` are on the meta device; ``stored``: names are those of a model's files."""
 
     specs: dict[str, Tensor]
     stored: bool
@@ -53,11 +48,7 @@ class Source(Protocol):
 
 
 class StoredWeights:
-    """The safetensors files of a model. Each read maps them anew, so that pages do not add up.
-
-    Raises:
-        ValueError: files are missing or cannot be read.
-    """
+    """The safetensors files of a model. Each read maps them anew, so that pages do not add up."""
 
     stored = True
 
@@ -119,25 +110,15 @@ def layers(names: Iterable[str]) -> list[list[str]]:
 
 
 class Converter:
-    """Makes parameters of ``model`` of what its files hold, and back.
-
-    Args:
-        model: a model on the meta device.
-        source: where the weights come from.
-    """
+    """Makes parameters of ``model``, which is on the meta device, of what its files hold, and back."""
 
     def __init__(self, model: PreTrainedModel, source: Source) -> None:
         self._model, self._source = model, source
         self._options = {"tp_plan": None} if "tp_plan" in _LOADING else {}  # transformers before 5.10
 
     def check(self, shared: Iterable[tuple[str, ...]], setting: str) -> None:
-        """Check the source against the model, without reading weights.
-
-        Args:
-            shared: the names of each parameter that has several.
-
-        Raises:
-            ValueError: weights are missing, or have other shapes.
+        """Raise ``ValueError`` if the source lacks weights, or has other shapes. ``shared``: the names of each
+        parameter.
         """
         info = self._convert(self._source.specs, "meta")
         if info.mismatched_keys:
@@ -178,11 +159,7 @@ _LOADING = inspect.signature(convert_and_load_state_dict_in_model).parameters
 
 
 class ShardWriter:
-    """Writes tensors to safetensors files in ``folder``. The tensors of one file are held in memory.
-
-    Args:
-        most: bytes of a file's tensors, unless a single tensor has more.
-    """
+    """Writes tensors to files of at most ``most`` bytes, or one tensor. The tensors of one file are held in memory."""
 
     def __init__(self, folder: Path, most: int) -> None:
         self._folder, self._most = folder, most
@@ -218,15 +195,3 @@ class ShardWriter:
 
     def _part(self, number: int) -> Path:
         return self._folder / f"part-{number}.safetensors"
-
-
-@contextmanager
-def reading(path: Path, setting: str, remedy: str = "copy or download it again") -> Iterator[None]:
-    """Turn errors about a file into one that says which file it is, and what to do."""
-    try:
-        yield
-    except Exception as error:
-        size = f" ({path.stat().st_size:,} bytes)" if path.is_file() else ""
-        raise ValueError(
-            f"{setting}: {path}{size} cannot be read: {first_line(error)}. It may be cut short; repair: {remedy}."
-        ) from error

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.errors import NEW_PROCESS, SMALLER, DeviceOutOfMemory, DoesNotFit, is_sticky, sizeof
+from lightning_roundpipe.devices.errors import NEW_PROCESS, SMALLER, DeviceOutOfMemory, DoesNotFit, is_sticky
+from lightning_roundpipe.messages import gib
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.threads.cancel_scope import Cancelled
 
@@ -105,7 +106,7 @@ def add_memory_note(error: BaseException, device: Device | None = None) -> None:
     holds = ""
     if device is not None:
         resident = sorted(device.resident_by_purpose().items(), key=lambda kv: -kv[1])
-        held = ", ".join(f"{name} {sizeof(n)}" for name, n in resident)
+        held = ", ".join(f"{name} {gib(n)}" for name, n in resident)
         holds = f"{_named(device)} held {held or 'nothing'}. "
     error.add_note(f"{_MARK}{holds}{SMALLER}.")
 

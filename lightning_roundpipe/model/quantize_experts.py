@@ -50,6 +50,17 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield f"{prefix}.{name}", module, name
 
 
+def routers(model: nn.Module) -> list[str]:
+    """Return the linear layers that choose among the experts beside them, or weigh an expert that all tokens see."""
+    found = set()
+    for name, module, own in fused_experts(model):
+        block = name.rsplit(".", 2)[0]
+        sizes = (1, len(module.get_parameter(own)))
+        beside = model.get_submodule(block).named_children()
+        found |= {f"{block}.{n}" for n, child in beside if isinstance(child, nn.Linear) and child.out_features in sizes}
+    return sorted(found)
+
+
 def check_sizes(name: str, shape: Sequence[int], block: int = BLOCK) -> None:
     """Raise unless each expert begins with a block of its own, and ``grouped_mm`` takes it: its rows take 16 bytes."""
     _, rows, columns = shape

@@ -32,7 +32,13 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from typing_extensions import override
 
-from lightning_roundpipe.model.quantize_experts import IMPLEMENTATION, ExpertWeights, check_sizes, fused_experts
+from lightning_roundpipe.model.quantize_experts import (
+    IMPLEMENTATION,
+    ExpertWeights,
+    check_sizes,
+    fused_experts,
+    routers,
+)
 from lightning_roundpipe.model.quantize_weight import UnfitModelError, pack_4bit, pack_8bit
 from lightning_roundpipe.model.quantized import misfit
 
@@ -83,8 +89,8 @@ class _Quantizer:
     _untrimmed = 0
 
     def _process_model_before_weight_loading(self: Any, model: PreTrainedModel, *args: Any, **options: Any) -> None:
-        if not self.pre_quantized and (routers := _routers(model)):
-            skipped = sorted({*get_keys_to_not_convert(model), *routers})
+        if not self.pre_quantized and (kept := routers(model)):
+            skipped = sorted({*get_keys_to_not_convert(model), *kept})
             self.quantization_config.llm_int8_skip_modules = skipped
         super()._process_model_before_weight_loading(model, *args, **options)  # type: ignore[misc]
         self._find_experts(model)
@@ -197,17 +203,6 @@ def installed() -> Iterator[None]:
             yield
         finally:
             mapping.update(theirs)
-
-
-def _routers(model: PreTrainedModel) -> list[str]:
-    """Return the linear layers that choose among the experts beside them, or weigh an expert that all tokens see."""
-    found = set()
-    for name, module, own in fused_experts(model):
-        block = name.rsplit(".", 2)[0]
-        sizes = (1, len(module.get_parameter(own)))
-        beside = model.get_submodule(block).named_children()
-        found |= {f"{block}.{n}" for n, child in beside if isinstance(child, nn.Linear) and child.out_features in sizes}
-    return sorted(found)
 
 
 def _forget_conversions(model: PreTrainedModel, experts: tuple[str, ...]) -> None:

@@ -33,15 +33,7 @@ _PROBE = 64
 
 
 class Announcements:
-    """The announcements of one fit.
-
-    Args:
-        trainer: the Trainer.
-        module: the module in training.
-        engine: the engine that trains it.
-        precision: Lightning's precision flag.
-        inform: prints a line.
-    """
+    """The announcements of one fit. ``precision``: Lightning's flag; ``inform`` prints a line."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, engine: Engine, precision: str, inform: Callable[[str], None]
@@ -55,11 +47,7 @@ class Announcements:
         """Host memory that stays in use between steps; None before the first batch."""
 
     def before(self, samples: list[int] | None) -> None:
-        """Announce the first window; do nothing for later ones.
-
-        Args:
-            samples: samples of each of its microbatches; None under manual optimization.
-        """
+        """Announce the first window. ``samples``: of each of its microbatches; None under manual optimization."""
         if self._begun:
             return
         self._begun, self._sizes = True, samples

@@ -9,11 +9,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS
 from lightning_roundpipe.messages import seconds
-from lightning_roundpipe.reports.step_times import StepTimes
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.reports.step_times import StepTimes  # imports Lightning, which has two names
 
 REMEDIES = {
     "the data loader": "set num_workers= of the DataLoader, or more of them, with persistent_workers=True",
@@ -31,11 +33,8 @@ _AT_ONCE = 1e-5
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a step waits for.
-
-    Attributes:
-        step_s: mean duration of a step, end to end.
-        waits_s: seconds of waiting in it, by the keys of `REMEDIES`; for copies, the mean of all workers.
+    """Mean seconds of a step, and those of waiting in it, by the keys of `REMEDIES`; for copies, the mean of all
+    workers.
     """
 
     step_s: float
@@ -50,21 +49,17 @@ class Diagnosis:
 
 
 def diagnose(report: Mapping[str, Any], times: StepTimes, waited_s: float) -> Diagnosis | None:
-    """Return what steps wait for; None if the step had no plan.
+    """Return what the steps of ``times`` wait for; None if the step of ``report`` had no plan.
 
-    Args:
-        report: what ``RoundPipeStrategy.report()`` returns.
-        times: of the steps until that one.
-        waited_s: seconds in which the main thread waited for the data loader during ``times``.
+    ``waited_s``: seconds in which the main thread waited for the data loader meanwhile.
     """
     if report["profiled"] or not times.steps:
         return None
     step_s = times.seconds / times.steps
     between_s = max(0.0, step_s - report["step_time_s"])  # before that, workers compute while the main thread waits
-    blocking = report["optimizer_lag_s"] is None
     waits = {
         "the data loader": min(between_s, waited_s / times.steps),
-        "the optimizer": min(between_s, times.updating_s / times.steps) if blocking else 0.0,
+        "the optimizer": min(between_s, times.updating_s / times.steps) if report["waits_for_optimizer"] else 0.0,
         **{kind: stalled / report["workers"] for kind, stalled in stall_seconds(report).items()},
     }
     return Diagnosis(step_s, waits) if any(waits.values()) else None

@@ -66,14 +66,9 @@ def write_page(
     diagnosis: Diagnosis | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the report page.
+    """Write the report page of a report from ``RoundPipeStrategy.report()`` to ``path``, whose folder must exist.
 
-    Args:
-        report: what ``RoundPipeStrategy.report()`` returns.
-        path: the file to write; its folder must exist.
-        replayed: the same step as `planned.replay` returns it, for a second picture.
-        diagnosis: ``RoundPipeMonitor.diagnosis``.
-        settings: shown in a table; nested mappings are flattened.
+    ``replayed``: the same step as `planned.replay` returns it, for a second picture. ``settings`` are shown in a table.
 
     Raises:
         ImportError: matplotlib is not installed; the message names the extra.

@@ -37,15 +37,7 @@ _KINDS = {
 
 
 def planned_seconds(plan: Plan, costs: Costs, workers: int, microbatches: int, cores: int | None = None) -> float:
-    """Return how long computing alone takes in a step, in seconds.
-
-    Args:
-        plan: the plan of the step.
-        costs: of its calls.
-        workers: number of devices.
-        microbatches: of a step.
-        cores: how many emulated devices compute at once; None for devices that share no cores.
-    """
+    """Return the seconds that computing alone takes in a step. ``cores``: how many emulated devices compute at once."""
     run = run_steps(plan, costs, workers, microbatches)
     return max(run.makespan_s, run.busy_s / cores) if cores else run.makespan_s
 
@@ -70,12 +62,7 @@ def replay_of(strategy: Any) -> dict[str, Any] | None:
 def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dict[str, Any] | None:
     """Return the step of ``report`` on devices that do not share cores, in the form of a report.
 
-    Args:
-        report: what ``RoundPipeStrategy.report()`` returns.
-        emulation: the speed of copies.
-
-    Returns:
-        None if the step did not follow the plan's stages in order, or had one worker, which shares no cores anyway.
+    The result is None if the step did not follow the plan's stages in order, or had one worker, which shares no cores.
     """
     if (followed := plan_and_costs(report)) is None or report["workers"] == 1:
         return None
@@ -98,15 +85,7 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
 
 
 def report_of(run: SimulatedRun, costs: Costs, microbatches: int, step_s: float, steps: int = 1) -> dict[str, Any]:
-    """Return the first steps of a simulation in the form of a report, for `timeline`.
-
-    Args:
-        run: the simulated steps.
-        costs: costs of the calls.
-        microbatches: number of microbatches of a step.
-        step_s: the step time that it names, of which the bubble is a share.
-        steps: number of steps.
-    """
+    """Return the first ``steps`` of a simulation in the form of a report. ``step_s``: the step time that it names."""
     stages, rounds = run.plan.stages(), -(-microbatches // run.plan.round_microbatches)
     events: list[dict[str, Any]] = []
     slots: dict[int, dict[str, Any]] = {}

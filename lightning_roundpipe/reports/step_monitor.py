@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import psutil
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.config import is_whole
@@ -19,12 +18,12 @@ from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.reports.diagnosis import Diagnosis, diagnose, figures
 from lightning_roundpipe.reports.planned import plan_and_costs, planned_seconds
-from lightning_roundpipe.reports.step_times import StepClock, StepTimes
+from lightning_roundpipe.reports.step_times import StepTimes, TimedSteps
 
 _GIB = 2**30
 
 
-class RoundPipeMonitor(Callback):
+class RoundPipeMonitor(TimedSteps):
     """Logs how fast training is, how much memory it takes, and what steps wait for.
 
     The figures go to all loggers of the Trainer under ``roundpipe/``. Under another strategy than ``roundpipe``, only
@@ -66,10 +65,6 @@ class RoundPipeMonitor(Callback):
             raise ValueError(f"every_n_steps={every_n_steps!r} must be a whole number of at least 1, or None.")
         self.every_n_steps = every_n_steps
         self.diagnosis: Diagnosis | None = None
-        self._begin(0)
-
-    def _begin(self, steps: int) -> None:
-        self._clock = StepClock(steps)
         self._times = StepTimes()
         """Since the last log."""
         self._waited_s = 0.0
@@ -77,7 +72,8 @@ class RoundPipeMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer.global_step)
+        super().on_train_start(trainer, pl_module)
+        self._times, self._waited_s = StepTimes(), 0.0
         if not _reports(trainer):
             rank_zero_info(
                 f"{PREFIX}RoundPipeMonitor logs times and host memory only: the plan, stalls, links and devices need "
@@ -85,32 +81,11 @@ class RoundPipeMonitor(Callback):
             )
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._clock.on_train_batch_start()
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._clock.on_before_optimizer_step()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = self._clock.on_train_batch_end(trainer.global_step, outputs, batch)
-        if step is None:
-            return
+    def on_step(self, trainer: Trainer, pl_module: LightningModule, step: StepTimes) -> None:
         self._times.add(step)
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and trainer.global_step % every == 0:
             self._log(trainer)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

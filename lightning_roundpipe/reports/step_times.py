@@ -7,21 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
 
 @dataclass
 class StepTimes:
     """Sums over batches, of one optimizer step or of several.
 
-    Attributes:
-        seconds: from the end of a batch to the end of the next one, without validation.
-        updating_s: from the gradients to the end of the batch, which includes the optimizer's step if training waits
-            for it.
-        tokens: of ``input_ids``.
-        samples: size of the first dimension.
-        losses: of the batches, as Lightning divides them by ``accumulate_grad_batches``.
-        steps: optimizer steps.
+    ``seconds`` go from the end of a batch to the end of the next one, without validation; ``updating_s`` from the
+    gradients to the end of the batch, with the optimizer's step if training waits for it. ``tokens`` are those of
+    ``input_ids``, ``losses`` as Lightning divides them by ``accumulate_grad_batches``.
     """
 
     seconds: float = 0.0
@@ -43,42 +41,54 @@ class StepTimes:
         return accumulated * sum(map(float, self.losses)) / len(self.losses) if self.losses else None
 
 
-class StepClock:
-    """Times the batches of steps. A callback calls its methods in its hooks of the same names."""
+class TimedSteps(Callback):
+    """Times the batches of steps, and gives each step that ends to `on_step`. Validation and pauses do not count."""
 
-    def __init__(self, steps: int = 0) -> None:
-        """``steps``: optimizer steps before the first batch."""
-        self._steps = steps
+    roundpipe_passive_hooks = True
+
+    def on_step(self, trainer: Trainer, pl_module: LightningModule, step: StepTimes) -> None:
+        raise NotImplementedError
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = trainer.global_step
         self._mark: float | None = None
+        """When the last batch ended; None until the next one begins."""
         self._updating = 0.0
         self._running = StepTimes()
 
-    def pause(self) -> None:
-        """Leave out the time until the next batch begins: an epoch begins, or validation has ended."""
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark = None
 
-    def on_train_batch_start(self) -> None:
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._mark is None:
             self._mark = time.perf_counter()
 
-    def on_before_optimizer_step(self) -> None:
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._updating = time.perf_counter()
 
-    def on_train_batch_end(self, steps: int, outputs: Any, batch: Any) -> StepTimes | None:
-        """Return the step if it ends with this batch, else None. ``steps``: optimizer steps by now."""
-        now = time.perf_counter()
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now, running = time.perf_counter(), self._running
         began, self._mark = self._mark if self._mark is not None else now, now
-        running = self._running
         running.seconds += now - began
         running.updating_s += now - self._updating if self._updating > began else 0.0
         running.tokens += count_tokens(batch)
         running.samples += count_samples(batch)
         running.losses += [] if (loss := loss_in(outputs)) is None else [loss]
-        if steps == self._steps:
-            return None  # the window continues
-        running.steps, self._steps = steps - self._steps, steps
-        self._running = StepTimes()
-        return running
+        if trainer.global_step != self._steps:  # otherwise the window continues
+            running.steps, self._steps = trainer.global_step - self._steps, trainer.global_step
+            self._running = StepTimes()
+            self.on_step(trainer, pl_module, running)
 
 
 def count_tokens(batch: Any) -> int:

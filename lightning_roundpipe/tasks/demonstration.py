@@ -34,12 +34,8 @@ def prose() -> dict[str, str]:
 
 
 def from_texts(texts: Mapping[str, str], model_type: str, vocab_size: int, **settings: Any) -> Pretrained:
-    """Return a random model with a tokenizer of ``vocab_size`` tokens for ``texts``.
-
-    Args:
-        texts: the texts by name, on which the tokenizer is trained.
-        model_type, settings: as in ``from_config``.
-        vocab_size: number of tokens: bytes, and their most frequent sequences (BPE).
+    """Return a random model with a tokenizer for ``texts`` of ``vocab_size`` tokens: bytes, and their frequent
+    sequences.
     """
     tokenizer = train_tokenizer(texts, vocab_size)
     made = from_config(model_type, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **settings)

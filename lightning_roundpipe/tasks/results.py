@@ -37,11 +37,10 @@ class EvaluationResult:
 def summarise(
     trainer: Trainer, measurements: Measurements, before: EvaluationResult, after: EvaluationResult, wall_s: float
 ) -> dict[str, Any]:
-    """Return the run in numbers. Values that only a strategy with a report knows are ``None`` under others.
+    """Return the run in numbers, in GiB and seconds. What only a strategy with a report knows is ``None`` under others.
 
-    Memory and uploads are in GiB, times in seconds. ``step_time_s`` is the median step and, like ``tokens_per_s``,
-    excludes the first step. ``bubble_pct`` and the plan are those of the last step. ``replay_bubble_pct`` and
-    ``replay_step_time_s`` are those of the same step if each device computed on its own (`reports.planned`).
+    ``step_time_s`` is the median step and, like ``tokens_per_s``, excludes the first step. ``replay_*`` are of the last
+    step if each device computed on its own (`reports.planned`).
     """
     report = strategy_report(trainer)
     replayed = replay_of(trainer.strategy) or {}

@@ -113,6 +113,9 @@ class Window:
         finally:
             epoch.batch_progress = before
         self._trainer.should_stop = stopping
+        workers = len(engine.context.pool.workers)
+        if len(functions) == self._accumulated == 1 < workers:  # not of a short window, nor of a closure's second call
+            engine.hints.of_one_microbatch(workers, engine.context.options.num_microbatches or 1)
         self._functions = []
         losses: dict[int, tuple[Tensor, bool]] = {}
         for batch, microbatches in enumerate(self._all):

@@ -92,7 +92,7 @@ def test_out_of_memory_is_explained(pair: list[Device]) -> None:
     assert capacity is not None
     arena = device.allocate(MIB, "weights")
     with pytest.raises(
-        DeviceOutOfMemory, match=r"CUDA device 0 .worker 0. is out of memory.*weights 1.0 MiB.*memory_budget"
+        DeviceOutOfMemory, match=r"CUDA device 0 .worker 0. is out of memory.*weights 1 MiB.*memory_budget"
     ):
         device.allocate(4 * capacity, "more weights")
     device.free(arena)

@@ -75,8 +75,8 @@ def test_memory_is_shared_out_and_explained(device: CudaDevice, monkeypatch: pyt
     with pytest.raises(DeviceOutOfMemory) as caught:
         device.allocate(300, "gradients")
     message = str(caught.value)
-    assert "CUDA device 0 (worker 0) is out of memory: 300 B for gradients" in message
-    assert "(weights 100 B, other tensors 50 B)" in message
+    assert "CUDA device 0 (worker 0) is out of memory: 300 bytes for gradients" in message
+    assert "(weights 100 bytes, other tensors 50 bytes)" in message
     assert "memory_budget" in message
     assert "emulation" not in message
     device.free(arena)

@@ -45,9 +45,9 @@ def test_out_of_memory_says_what_is_there_and_what_helps(make: MakeDevice) -> No
         device.allocate(4096, "weights of the next slot")
     message = str(caught.value)
     for part in (
-        "Emulated CUDA device 0 is out of memory: 4.0 KiB for weights of the next slot",
-        "5.0 KiB of 8.0 KiB",
-        "weights of the slot 4.0 KiB, boundary 1.0 KiB",
+        "Emulated CUDA device 0 is out of memory: 4 KiB for weights of the next slot",
+        "5 KiB of 8 KiB",
+        "weights of the slot 4 KiB, boundary 1 KiB",
         "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences",
         "Or raise memory= of emulation=",
     ):

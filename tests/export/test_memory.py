@@ -23,7 +23,7 @@ LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4}
 PROGRAM = """
 import sys
 import psutil
-from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.devices.host_memory import forget_peak, peak_bytes
 from lightning_roundpipe.export import export
 
 folder, shard = sys.argv[1], int(sys.argv[2])

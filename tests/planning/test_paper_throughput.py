@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import ModelShape, Wish, look_at
+from lightning_roundpipe.commands.plan_model import ModelShape, look_at
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.costs import Costs
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.model.token_tiles import run_in_tiles, tile_shapes
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.tiles import tiled
