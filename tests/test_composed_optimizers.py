@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
-from harness import assert_same, ours, run
+from harness import assert_same, assert_tensors_same, ours, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_optimizer import Apart, assert_losses_close, delayed
@@ -258,3 +258,35 @@ def test_a_wrong_declaration_is_an_error() -> None:
     module = Trained(lambda m: declared(ScheduleFree)(m.parameters(), lr=0.01))
     with pytest.raises(RoundPipeError, match=r"ScheduleFree declares .* sets its group's k, which parameters share"):
         run(ours(layers=LAYERS), module, batches(), devices=2)
+
+
+# ------------------------------------------------------------------------------------------------ stepped on workers
+
+ON_WORKERS = [name for name in BY_LAYER if not name.startswith("torchao")]
+BF16 = {"precision": "bf16-mixed"}
+LATE = {"poison": True, "delay_seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness", "window", "trainer"),
+    [
+        *((name, 0, 2, {}) for name in ON_WORKERS),
+        ("MuonAdamW", 0, 1, {}),
+        ("MuonAdamW", 1, 4, {}),
+        ("MuonAdamW", 0, 2, {"gradient_clip_val": 0.01}),
+        ("MuonAdamW", 0, 2, BF16),
+        ("MuonAdamW", 1, 2, BF16),
+    ],
+)
+def test_workers_step_as_the_host_does(name: str, staleness: int, window: int, trainer: dict[str, Any]) -> None:
+    """To the bit, where they compute with the same kernels. Weights that are split into halves, too."""
+    results = [
+        run(
+            ours(layers=LAYERS, staleness=staleness, optimizer_device=device, emulation=LATE),
+            Trained(BY_LAYER[name]), batches(), devices=3, accumulate_grad_batches=window, **trainer,
+        )
+        for device in ("cpu", "worker")
+    ]  # fmt: skip
+    host, worker = results
+    assert_tensors_same(host.state, worker.state, rtol=0, atol=0)
+    assert host.losses == worker.losses

@@ -114,7 +114,7 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """One worker's device: six streams, memory, and the random generator of the layers that run on it.
+    """One worker's device: streams, memory, and the random generator of the layers that run on it.
 
     What only some hardware needs does nothing by default: page-locked memory, a driver's libraries and process-wide
     settings, counts of memory that no allocator keeps.
@@ -141,6 +141,11 @@ class Device(ABC):
     arrivals_up: Stream
     activations_down: Stream
     gradients_down: Stream
+    updates: Stream
+    updates_copy: Stream
+    """Streams of optimizer steps on this device. `abort` leaves them alone, as an update that has begun is to end."""
+    update_bytes: int = 0
+    """How many bytes optimizer steps may take beside the layers."""
     generator: torch.Generator
     """The default generator of layers that run on this device."""
     lead_bytes: int
@@ -150,7 +155,7 @@ class Device(ABC):
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """All six streams, ``compute`` first."""
+        """The six streams of layers, ``compute`` first."""
         return (
             self.compute, self.weights_up, self.activations_up, self.arrivals_up, self.activations_down,
             self.gradients_down,

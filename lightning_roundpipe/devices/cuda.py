@@ -73,15 +73,19 @@ class CudaDevice(Device):
         self.arrivals_up = self._stream("arrivals_up", turn)
         self.activations_down = self._stream("activations_down", turn)
         self.gradients_down = self._chunked("gradients_down", turn)
+        updating = AbortSwitch(f"Device {index}")
+        self.updates = self._stream("updates", turn, updating)
+        self.updates_copy = self._chunked("updates_copy", turn, updating)
         _open.add(self)
 
-    def _stream(self, name: str, turn: int | None = None) -> CudaStream:
-        role = name if turn is None else f"{name} {turn}"
-        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, role, self._clock, self._switch)
+    def _stream(self, name: str, turn: int | None = None, switch: AbortSwitch | None = None) -> CudaStream:
+        role, switch = name if turn is None else f"{name} {turn}", switch or self._switch
+        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, role, self._clock, switch)
 
-    def _chunked(self, name: str, turn: int) -> ChunkedCopyStream:
-        lanes = [self._stream(f"{lane}-{name}", turn) for lane in ("even", "odd")]
-        return ChunkedCopyStream(f"roundpipe-dev{self.index}-{name}", lanes, self._switch)
+    def _chunked(self, name: str, turn: int, switch: AbortSwitch | None = None) -> ChunkedCopyStream:
+        switch = switch or self._switch
+        lanes = [self._stream(f"{lane}-{name}", turn, switch) for lane in ("even", "odd")]
+        return ChunkedCopyStream(f"roundpipe-dev{self.index}-{name}", lanes, switch)
 
     # -- memory
 
@@ -127,7 +131,7 @@ class CudaDevice(Device):
         self.compute.keep(*tensors)
 
     def drop_finished(self) -> None:
-        for stream in self.streams:
+        for stream in (*self.streams, self.updates, self.updates_copy):
             assert isinstance(stream, (CudaStream, ChunkedCopyStream))
             stream.drop_finished()
 
@@ -192,7 +196,7 @@ class CudaDevice(Device):
             return
         cuda_libraries.clear()
         for device in run:
-            device._multiplying = threads - 1
+            device._multiplying = threads - 1 + bool(device.update_bytes)
 
     # -- computing
 
@@ -246,7 +250,7 @@ class CudaDevice(Device):
             with ExitStack() as rest:  # runs in reverse order, every callback even if the GPU fails
                 rest.callback(pinned.give_back)
                 rest.callback(self._clear_if_last)
-                for stream in self.streams:
+                for stream in (*self.streams, self.updates_copy):
                     if isinstance(stream, ChunkedCopyStream):
                         rest.callback(stream.join)
                 rest.callback(self._settle)

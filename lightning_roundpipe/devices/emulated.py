@@ -62,6 +62,8 @@ class EmulatedDevice(Device):
         self.arrivals_up = self._copy_stream("arrivals_up", self._up, first=True)
         self.activations_down = self._copy_stream("activations_down", self._down, first=True)
         self.gradients_down = self._copy_stream("gradients_down", self._down, first=False)
+        name, updating = f"roundpipe-dev{index}-updates", AbortSwitch(f"Device {index}")
+        self.updates = self.updates_copy = InlineStream(name, updating, emulation.poison, self._delays("updates"))
 
     def _delays(self, name: str) -> Delays | None:
         seed = self._emulation.delay_seed

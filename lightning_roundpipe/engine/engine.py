@@ -38,10 +38,12 @@ from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.memory.host_model import HostModel
+from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.updates.worker_place import WorkerPlace
 from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.user_code.interception import Inside, Interceptor, intercepted, without_caches
@@ -421,9 +423,14 @@ class Engine:
         before, self.updates = self.updates, None
         if optimizer is not None:
             around = self.context.pool.devices[0].host_thread_settings
+            on_workers = self.context.options.optimizer_device == "worker"
+            places = [WorkerPlace(device) for device in self.context.pool.devices] if on_workers else []
+            for device in self.context.pool.devices if on_workers else ():
+                device.update_bytes = bytes_elsewhere(optimizer())
             self.updates = AsyncOptimizer(
                 self.model.buckets, self.context.gradients.pool, optimizer, self.context.options.staleness,
                 self.model.formats.scales, around, exchange, self.context.options.optimizer_state,
+                places,
             )  # fmt: skip
         if before is not None:
             before.retire()
