@@ -331,6 +331,7 @@ class Engine:
         if self.planner.is_outdated():
             self.settle()
             self.planner.forget()
+            self._reserve_for_updates()
         self._sync_weights(newest=False)
         self._accumulators.watch(self.model.masters)
         for device in self.context.pool.devices:
@@ -423,15 +424,13 @@ class Engine:
         before, self.updates = self.updates, None
         if optimizer is not None:
             around = self.context.pool.devices[0].host_thread_settings
-            on_workers = self.context.options.optimizer_device == "worker"
-            places = [WorkerPlace(device) for device in self.context.pool.devices] if on_workers else []
-            for device in self.context.pool.devices if on_workers else ():
-                device.update_bytes = bytes_elsewhere(optimizer())
             self.updates = AsyncOptimizer(
                 self.model.buckets, self.context.gradients.pool, optimizer, self.context.options.staleness,
                 self.model.formats.scales, around, exchange, self.context.options.optimizer_state,
-                places,
             )  # fmt: skip
+            if self.context.options.optimizer_device == "worker":
+                self.updates.optimizer.places = [WorkerPlace(device) for device in self.context.pool.devices]
+                self._reserve_for_updates()
         if before is not None:
             before.retire()
             for bucket in self.model.buckets:
@@ -440,6 +439,12 @@ class Engine:
             for master in self.model.masters:
                 if (gradient := gradients.get(id(master))) is not None:
                     master.grad = gradient.to(master)
+
+    def _reserve_for_updates(self) -> None:
+        """Let plans leave room for optimizer steps on devices."""
+        if self.updates is not None and self.updates.optimizer.places:
+            for device in self.context.pool.devices:
+                device.update_bytes = bytes_elsewhere(self.updates.optimizer.get())
 
     @property
     def machine(self) -> int:

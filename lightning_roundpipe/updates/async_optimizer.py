@@ -25,7 +25,6 @@ from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.packed_moments import FP32
-from lightning_roundpipe.optim.partial_optimizer import Place
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper, OptimizerStep
@@ -52,7 +51,6 @@ class AsyncOptimizer:
         around: returns a context that the thread enters for as long as it lives.
         exchange: sums gradients over several machines; None if there is only one.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
-        places: see `PartialOptimizer`.
 
     Attributes:
         stepper: what the thread does.
@@ -74,12 +72,11 @@ class AsyncOptimizer:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         exchange: GradientExchange | None = None,
         form: str = FP32,
-        places: Sequence[Place] = (),
     ) -> None:
         self.buckets = list(buckets)
         self.staleness = staleness
         self._scales = scales or Scales()
-        self.optimizer = CurrentOptimizer(optimizer, self.buckets, form, places)
+        self.optimizer = CurrentOptimizer(optimizer, self.buckets, form)
         # Several machines accumulate nothing outside of the optimizer, as they sum the gradients of each step anew.
         self._outside: Callable[[], AbstractSet[int]] = self.optimizer.outside if exchange is None else frozenset
         self.gradients = WindowGradients(self.buckets, self._outside)

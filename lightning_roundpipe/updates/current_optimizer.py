@@ -21,17 +21,15 @@ class CurrentOptimizer:
         get: returns the optimizer that the next step will use; None if there is none.
         buckets: all buckets of the model.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
-        places: see `PartialOptimizer`.
 
     Attributes:
+        places: see `PartialOptimizer`.
         mapped: ids of the masters whose state lies in the file of a checkpoint, until their first update.
     """
 
-    def __init__(
-        self, get: Callable[[], Optimizer | None], buckets: Sequence[ParamBucket], form: str = FP32,
-        places: Sequence[Place] = (),
-    ) -> None:  # fmt: skip
-        self.get, self.form, self._places = get, form, places
+    def __init__(self, get: Callable[[], Optimizer | None], buckets: Sequence[ParamBucket], form: str = FP32) -> None:
+        self.get, self.form = get, form
+        self.places: Sequence[Place] = ()
         self.mapped: set[int] = set()
         self._masters = {id(master): master for bucket in buckets for master in bucket.masters}
         self._bucket_of = {id(master): bucket for bucket in buckets for master in bucket.masters}
@@ -43,7 +41,7 @@ class CurrentOptimizer:
             masters = list(self._masters.values())
             self._partial = (
                 optimizer,
-                PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped, self._places),
+                PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped, self.places),
             )
         return self._partial[1]
 
