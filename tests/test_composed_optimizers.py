@@ -329,13 +329,13 @@ def test_workers_step_as_the_host_does(name: str, staleness: int, window: int, t
 
 
 class Waits(Lion):
-    """Its steps wait for what ``goes_on`` says, from the second one on, and tell ``waits``."""
+    """From the second update on, it sets ``waits`` and waits for ``goes_on``."""
 
     independent_parameters = True
     goes_on, waits = threading.Event(), threading.Event()
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        if any(self.state[p] for group in self.param_groups for p in group["params"]):
+        if any(p.grad is not None and p in self.state for group in self.param_groups for p in group["params"]):
             self.waits.set()
             assert self.goes_on.wait(60)
         return super().step(closure)
