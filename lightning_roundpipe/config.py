@@ -206,6 +206,9 @@ _SWITCHES = {
 }
 """Options that are true or false, and what that means."""
 
+OPTIMIZER_DEVICES = ("cpu", "worker")
+"""Where the optimizer steps what no fused kernel of the host steps."""
+
 PLAN_POLICIES = ("measured", "static")
 """How a plan is made: from the times of the first batch, or from the shapes of its calls."""
 
@@ -231,6 +234,7 @@ class Options:
     compile_layers: bool | Mapping[str, Any] | None = False
     reduce_dtype: Any = None
     optimizer_state: str = "fp32"
+    optimizer_device: str = "cpu"
     carry_products: bool = False
     machine_timeout: float = 60.0
     shard_optimizer: bool = True
@@ -280,6 +284,16 @@ class Options:
         object.__setattr__(self, "compile_layers", _compile_settings(self.compile_layers))
         object.__setattr__(self, "reduce_dtype", reduce_dtype_of(self.reduce_dtype))
         object.__setattr__(self, "optimizer_state", optimizer_state_of(self.optimizer_state))
+        if self.optimizer_device not in OPTIMIZER_DEVICES:
+            raise ValueError(
+                f"optimizer_device={self.optimizer_device!r} must be 'cpu', or 'worker' to step on workers' devices "
+                "what the host has no fused kernel for, such as Muon's matrices."
+            )
+        if self.optimizer_device == "worker" and self.optimizer_state != "fp32":
+            raise ValueError(
+                f"optimizer_state={self.optimizer_state!r} is for the host's fused kernel of Adam and AdamW, and "
+                "optimizer_device='worker' for optimizers without one: set only one of them."
+            )
         pin = ("on" if self.pin_memory else "off") if isinstance(self.pin_memory, bool) else self.pin_memory
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")

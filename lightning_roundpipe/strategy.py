@@ -137,6 +137,8 @@ class RoundPipeStrategy(SeveralMachines):
         optimizer_state: form of Adam's and AdamW's moments in host memory: ``"fp32"``, as in plain training;
             ``"bf16"``, half the bytes; ``"int8"``, a quarter, in blocks as in bitsandbytes' optimizers. Checkpoints
             have the same form. A run resumes from any form.
+        optimizer_device: ``"cpu"``: optimizers step on the host. ``"worker"``: what has no fused kernel there, such as
+            Muon's matrices, is stepped on the workers' devices, by the same optimizer; AdamW still on the host.
         machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
             one has died or hangs, and within which all must have come to the start.
         carry_products: whether outputs of matrix products and attention may go to host memory and back, instead of
@@ -180,6 +182,7 @@ class RoundPipeStrategy(SeveralMachines):
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
         optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32",
+        optimizer_device: Literal["cpu", "worker"] = "cpu",
         machine_timeout: float = 60,
         carry_products: bool = False,
         shard_optimizer: bool = True,
@@ -319,6 +322,7 @@ class RoundPipeStrategy(SeveralMachines):
             "staleness": options.staleness,
             "reduce_dtype": options.reduce_dtype,
             "optimizer_state": options.optimizer_state,
+            "optimizer_device": options.optimizer_device,
             "shard_optimizer": options.shard_optimizer,
             "network_dtype": options.network_dtype,
             "loss_weight": weight if weight is None or isinstance(weight, str) else "a function",

@@ -6,6 +6,7 @@ loop whose gradients come one step late.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import bitsandbytes
 import harness
 import lightning.pytorch as pl
+import peft
 import pytest
 import torch
 import transformers
-from harness import assert_same, ours, run
+from harness import assert_same, assert_tensors_same, ours, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_optimizer import Apart, assert_losses_close, delayed
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.tasks import MuonAdamW
 
 WIDTH = 64
@@ -234,16 +237,22 @@ def test_one_step_late_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "staleness"), [*((name, 0) for name in (*BY_LAYER, *WAITED_FOR)), *((name, 1) for name in BY_LAYER)]
+    ("name", "staleness", "device"),
+    [
+        *((name, 0, "cpu") for name in (*BY_LAYER, *WAITED_FOR)),
+        *((name, 1, "cpu") for name in BY_LAYER),
+        *(("MuonAdamW", staleness, "worker") for staleness in (0, 1)),
+    ],
 )
-def test_resuming_goes_on_to_the_bit(name: str, staleness: int, tmp_path: Path) -> None:
+def test_resuming_goes_on_to_the_bit(name: str, staleness: int, device: str, tmp_path: Path) -> None:
     """After the first epoch of two, from state that is mapped from the file."""
     module = Trained(BY_LAYER[name] if name in BY_LAYER else WAITED_FOR[name][0])
 
     def train(path: Path | None) -> dict[str, Tensor]:
         saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
         result = run(
-            ours(layers=LAYERS, staleness=staleness), module, batches(8), devices=2, accumulate_grad_batches=2,
+            ours(layers=LAYERS, staleness=staleness, optimizer_device=device), module, batches(8), devices=2,
+            accumulate_grad_batches=2,
             max_epochs=2, watch=False, enable_checkpointing=True, callbacks=[saving], fit={"ckpt_path": path},
         )  # fmt: skip
         assert result.trainer is not None and result.trainer.global_step == 8
@@ -258,3 +267,133 @@ def test_a_wrong_declaration_is_an_error() -> None:
     module = Trained(lambda m: declared(ScheduleFree)(m.parameters(), lr=0.01))
     with pytest.raises(RoundPipeError, match=r"ScheduleFree declares .* sets its group's k, which parameters share"):
         run(ours(layers=LAYERS), module, batches(), devices=2)
+
+
+# ------------------------------------------------------------------------------------------------ stepped on workers
+
+ON_WORKERS = [name for name in BY_LAYER if not name.startswith("torchao")]
+BF16 = {"precision": "bf16-mixed"}
+LATE = {"poison": True, "delay_seed": 3}
+
+
+class Adapted(Trained):
+    """LoRA in the blocks, and their norms."""
+
+    def __init__(self, make: Callable[[pl.LightningModule], Optimizer]) -> None:
+        super().__init__(make)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["up"]), self.blocks)
+        for block in self.blocks:
+            block.norm.requires_grad_(True)
+
+
+def test_workers_step_adapters_as_the_host_does() -> None:
+    """Muon for LoRA's matrices, AdamW on the host for the norms."""
+
+    def make(module: pl.LightningModule) -> Optimizer:
+        return MuonAdamW((entry for entry in module.named_parameters() if entry[1].requires_grad), 0.02)
+
+    host, worker = (
+        run(
+            ours(layers=LAYERS, optimizer_device=device), Adapted(make), batches(), devices=2, accumulate_grad_batches=2
+        )
+        for device in ("cpu", "worker")
+    )
+    assert_tensors_same(host.state, worker.state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness", "window", "trainer"),
+    [
+        *((name, 0, 2, {}) for name in ON_WORKERS),
+        ("MuonAdamW", 0, 1, {}),
+        ("MuonAdamW", 1, 4, {}),
+        ("MuonAdamW", 0, 2, {"gradient_clip_val": 0.01}),
+        ("MuonAdamW", 0, 2, BF16),
+        ("MuonAdamW", 1, 2, BF16),
+    ],
+)
+def test_workers_step_as_the_host_does(name: str, staleness: int, window: int, trainer: dict[str, Any]) -> None:
+    """To the bit, where they compute with the same kernels. Weights that are split into halves, too."""
+    results = [
+        run(
+            ours(layers=LAYERS, staleness=staleness, optimizer_device=device, emulation=LATE),
+            Trained(BY_LAYER[name]), batches(), devices=3, accumulate_grad_batches=window, **trainer,
+        )
+        for device in ("cpu", "worker")
+    ]  # fmt: skip
+    host, worker = results
+    assert_tensors_same(host.state, worker.state, rtol=0, atol=0)
+    assert host.losses == worker.losses
+
+
+class Waits(Lion):
+    """From the second update on, it sets ``waits`` and waits for ``goes_on``."""
+
+    independent_parameters = True
+    goes_on, waits = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if any(p.grad is not None and p in self.state for group in self.param_groups for p in group["params"]):
+            self.waits.set()
+            assert self.goes_on.wait(60)
+        return super().step(closure)
+
+
+class Fails(Trained):
+    """The third step fails while the update of the second one is under way."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            assert Waits.waits.wait(60)
+            raise ArithmeticError("in the third step")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_update_on_workers_ends_though_the_next_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are aborted then. The update goes on behind that, and the weights are those of two whole steps."""
+    Waits.goes_on.clear()
+    Waits.waits.clear()
+    abort = EmulatedDevice.abort
+
+    def aborted(device: EmulatedDevice) -> None:
+        abort(device)
+        Waits.goes_on.set()
+
+    monkeypatch.setattr(EmulatedDevice, "abort", aborted)
+    plain = run("auto", Trained(lambda m: Lion(m.parameters(), lr=0.003)), batches(2))
+    module = Fails(lambda m: Waits(m.parameters(), lr=0.003))
+    trainer = harness.trainer_of(ours(layers=LAYERS, optimizer_device="worker"), devices=2, max_epochs=1)
+    with pytest.raises(ArithmeticError, match="in the third step") as failed:
+        trainer.fit(module, harness.loader(batches(4)))
+    assert not any("optimizer step" in note for note in getattr(failed.value, "__notes__", []))
+    assert_tensors_same(plain.state, module.state_dict())
+
+
+def test_steps_on_workers_have_memory_of_the_budget() -> None:
+    """Eight numbers for each of the largest matrix. A plan has what is left, and no worker holds more."""
+    needed = 8 * 4 * WIDTH**2
+    strategy = ours(layers=LAYERS, optimizer_device="worker", emulation={"memory": 2 * needed})
+    result = run(
+        strategy, Trained(BY_LAYER["MuonAdamW"]), batches(8), devices=2, accumulate_grad_batches=4, watch=False
+    )
+    assert result.report is not None
+    planned = result.report["planned_device_bytes"]
+    assert needed < planned <= 2 * needed
+    assert max(result.report["peak_device_bytes"]) <= planned
+
+
+def test_a_budget_without_room_for_steps_on_workers_names_them() -> None:
+    needed = 8 * 4 * WIDTH**2
+    strategy = ours(layers=LAYERS, optimizer_device="worker", emulation={"memory": needed + 2**14})
+    with pytest.raises(ValueError, match=r"optimizer steps \(optimizer_device='worker', 131,072 bytes\) keep"):
+        run(strategy, Trained(BY_LAYER["MuonAdamW"]), batches(8), devices=2, accumulate_grad_batches=4)
+
+
+def test_state_that_cannot_be_moved_is_refused() -> None:
+    with pytest.raises(RoundPipeError, match=r"AdamW8bit keeps a OptimState8bit in state.*Set optimizer_device='cpu'"):
+        run(
+            ours(layers=LAYERS, optimizer_device="worker"), Trained(BY_LAYER["torchao.AdamW8bit"]), batches(4),
+            devices=2, accumulate_grad_batches=2,
+        )  # fmt: skip

@@ -128,7 +128,7 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """One worker's device: six streams, memory, and the random generator of the layers that run on it.
+    """One worker's device: streams, memory, and the random generator of the layers that run on it.
 
     What only some hardware needs does nothing by default: page-locked memory, a driver's libraries and process-wide
     settings, counts of memory that no allocator keeps.
@@ -145,6 +145,11 @@ class Device(ABC):
     arrivals_up: Stream
     activations_down: Stream
     gradients_down: Stream
+    updates: Stream
+    updates_copy: Stream
+    """Streams of optimizer steps on this device. `abort` leaves them alone, as an update that has begun is to end."""
+    update_bytes: int = 0
+    """How many bytes optimizer steps may take beside the layers."""
     generator: torch.Generator
     """The default generator of layers that run on this device."""
     lead_bytes: int
@@ -168,11 +173,16 @@ class Device(ABC):
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """All six streams, ``compute`` first."""
+        """The six streams of layers, ``compute`` first."""
         return (
             self.compute, self.weights_up, self.activations_up, self.arrivals_up, self.activations_down,
             self.gradients_down,
         )  # fmt: skip
+
+    @property
+    def all_streams(self) -> tuple[Stream, ...]:
+        """Also those of optimizer steps."""
+        return (*self.streams, self.updates, self.updates_copy)
 
     @abstractmethod
     def allocate(self, nbytes: int, purpose: str) -> Tensor:
@@ -263,7 +273,7 @@ class Device(ABC):
         Each stream does so by itself, but only at its next call. After the last download of a forward pass, that may be
         in the next step.
         """
-        for stream in self.streams:
+        for stream in self.all_streams:
             stream.drop_finished()
 
     def named(self, *name: object) -> AbstractContextManager[None] | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import cuda_libraries, interpreter, intraop_threads, pinned
+from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Stream
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
@@ -63,15 +64,19 @@ class CudaDevice(Device):
         self.arrivals_up = self._stream("arrivals_up", turn)
         self.activations_down = self._stream("activations_down", turn)
         self.gradients_down = self._chunked("gradients_down", turn)
+        updating = AbortSwitch(f"Device {index}")
+        self.updates = self._stream("updates", turn, updating)
+        self.updates_copy = self._chunked("updates_copy", turn, updating)
         _open.add(self)
 
-    def _stream(self, name: str, turn: int | None = None) -> CudaStream:
-        role = name if turn is None else f"{name} {turn}"
-        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, role, self._clock, self._switch)
+    def _stream(self, name: str, turn: int | None = None, switch: AbortSwitch | None = None) -> CudaStream:
+        role, switch = name if turn is None else f"{name} {turn}", switch or self._switch
+        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, role, self._clock, switch)
 
-    def _chunked(self, name: str, turn: int) -> ChunkedCopyStream:
-        lanes = [self._stream(f"{lane}-{name}", turn) for lane in ("even", "odd")]
-        return ChunkedCopyStream(f"roundpipe-dev{self.index}-{name}", lanes, self._switch)
+    def _chunked(self, name: str, turn: int, switch: AbortSwitch | None = None) -> ChunkedCopyStream:
+        switch = switch or self._switch
+        lanes = [self._stream(f"{lane}-{name}", turn, switch) for lane in ("even", "odd")]
+        return ChunkedCopyStream(f"roundpipe-dev{self.index}-{name}", lanes, switch)
 
     # -- memory
 
@@ -169,7 +174,7 @@ class CudaDevice(Device):
             return
         cuda_libraries.clear()
         for device in run:
-            device._multiplying = threads - 1
+            device._multiplying = threads - 1 + bool(device.update_bytes)
 
     # -- computing
 
@@ -212,7 +217,7 @@ class CudaDevice(Device):
                 rest.callback(pinned.give_back)
                 rest.callback(self._clear_if_last)
                 for end in ("join", "settle"):
-                    for stream in reversed(self.streams):
+                    for stream in reversed(self.all_streams):
                         rest.callback(getattr(stream, end))
 
     def _clear_if_last(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
+from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_link import Delays, Link
@@ -55,6 +56,8 @@ class EmulatedDevice(Device):
         self.arrivals_up = self._copy_stream("arrivals_up", up, first=True)
         self.activations_down = self._copy_stream("activations_down", down, first=True)
         self.gradients_down = self._copy_stream("gradients_down", down, first=False)
+        name, updating = f"roundpipe-dev{index}-updates", AbortSwitch(f"Device {index}")
+        self.updates = self.updates_copy = InlineStream(name, updating, emulation.poison, self._delays("updates"))
 
     def _delays(self, name: str) -> Delays | None:
         seed = self._emulation.delay_seed

@@ -39,10 +39,12 @@ from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.memory.host_model import HostModel
+from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.updates.worker_place import WorkerPlace
 from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
 from lightning_roundpipe.user_code.interception import Inside, Interceptor, intercepted, without_caches
@@ -335,6 +337,7 @@ class Engine:
         if self.planner.is_outdated():
             self.settle()
             self.planner.forget()
+            self._reserve_for_updates()
         self._sync_weights(newest=False)
         self._accumulators.watch(self.model.masters)
         for device in self.context.pool.devices:
@@ -439,6 +442,9 @@ class Engine:
                 self.model.buckets, self.context.gradients.pool, optimizer, self.context.options.staleness,
                 self.model.formats.scales, around, exchange, self.context.options.optimizer_state,
             )  # fmt: skip
+            if self.context.options.optimizer_device == "worker":
+                self.updates.optimizer.places = [WorkerPlace(device) for device in self.context.pool.devices]
+                self._reserve_for_updates()
         if before is not None:
             before.retire()
             for bucket in self.model.buckets:
@@ -447,6 +453,12 @@ class Engine:
             for master in self.model.masters:
                 if (gradient := gradients.get(id(master))) is not None:
                     master.grad = gradient.to(master)
+
+    def _reserve_for_updates(self) -> None:
+        """Let plans leave room for optimizer steps on devices."""
+        if self.updates is not None and self.updates.optimizer.places:
+            for device in self.context.pool.devices:
+                device.update_bytes = bytes_elsewhere(self.updates.optimizer.get())
 
     @property
     def machine(self) -> int:

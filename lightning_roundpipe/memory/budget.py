@@ -81,8 +81,8 @@ def over_capacity(options: Options, devices: Sequence[Device]) -> str | None:
 
 
 def library_bytes(devices: Sequence[Device]) -> int:
-    """Return the bytes that libraries such as cuBLAS keep on a device; the most of all devices."""
-    return max((device.library_bytes() for device in devices), default=0)
+    """Return the bytes of a device that libraries such as cuBLAS keep and optimizer steps take; the most of all."""
+    return max((device.library_bytes() + device.update_bytes for device in devices), default=0)
 
 
 def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> int:
@@ -91,7 +91,7 @@ def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Dev
     if not isinstance(limit, tuple):
         return planned_bytes(plan, costs, len(devices), limit, lead) + library_bytes(devices)
     return max(
-        planned_bytes(plan, costs, len(devices), most, lead, device.index) + device.library_bytes()
+        planned_bytes(plan, costs, len(devices), most, lead, device.index) + library_bytes([device])
         for most, device in zip(limit, devices, strict=True)
     )
 
@@ -103,7 +103,9 @@ def libraries_note(options: Options, devices: Sequence[Device]) -> str:
         return ""
     given = options.memory_budget is not None
     whole = f"memory_budget, {_budget_of(options, devices):,} bytes," if given else "the device's memory"
-    return f" Of {whole} libraries such as cuBLAS keep {kept:,} bytes."
+    updates = max(device.update_bytes for device in devices)
+    steps = f" and optimizer steps (optimizer_device='worker', {updates:,} bytes)" if updates else ""
+    return f" Of {whole} libraries such as cuBLAS{steps} keep {kept:,} bytes."
 
 
 def capacity_of(devices: Sequence[Device]) -> int | None:

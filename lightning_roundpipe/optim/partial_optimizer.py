@@ -20,7 +20,7 @@ import inspect
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,43 @@ from lightning_roundpipe.optim.split_masters import SplitTensor
 
 State = defaultdict[Tensor, Any]
 
+NUMBERS = 8
+"""How many numbers a step on a worker may hold for each number of a parameter: the parameter, its gradient, its state
+and intermediates. ``torch.optim.Muon`` has six of fp32."""
+
+
+class Place(Protocol):
+    """A device on which parameters are stepped, one after another."""
+
+    def run(self, given: Sequence[Tensor], step: Callable[[list[Tensor]], list[Change]]) -> list[Tensor]:
+        """Begin to run ``step`` with copies of the ``given`` host tensors.
+
+        Returns:
+            The host tensors that will hold what ``step`` returns. They do after `finish`.
+        """
+
+    def finish(self) -> None:
+        """Wait until what was begun has reached the host."""
+
+
+Change = tuple[Tensor, Tensor | None]
+"""A tensor on a device, and the host tensor to copy it to; None for a new one."""
+
+
+def has_fused_kernel(values: Hyperparameters, number: int) -> bool:
+    """Return whether a fused kernel of the host steps group ``number``: one pass over memory, as a copy would be."""
+    return values.fused[number] or bool(values.groups[number].get("fused"))
+
+
+def bytes_elsewhere(optimizer: Optimizer | None) -> int:
+    """Return the bytes that a step of the largest parameter that no fused kernel steps takes; 0 if all have one."""
+    if optimizer is None:
+        return 0
+    values = Hyperparameters.of(optimizer)
+    groups = enumerate(unwrapped(optimizer).param_groups)
+    sizes = [p.nbytes for number, group in groups if not has_fused_kernel(values, number) for p in group["params"]]
+    return NUMBERS * max(sizes, default=0)
+
 
 class PartialOptimizer:
     """Steps some of an optimizer's parameters.
@@ -49,13 +86,15 @@ class PartialOptimizer:
         memory: returns where a master's numbers are. Default: its ``.data``.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
         mapped: ids of masters whose state lies in the file of a checkpoint. Their first step copies it.
+        places: where masters are stepped that no fused kernel steps. Default: here.
     """
 
     def __init__(
         self, optimizer: Optimizer, masters: Sequence[nn.Parameter],
         memory: Callable[[nn.Parameter], Tensor | SplitTensor] = lambda master: master.data, form: str = FP32,
-        mapped: set[int] | None = None,
+        mapped: set[int] | None = None, places: Sequence[Place] = (),
     ) -> None:  # fmt: skip
+        self._places = places
         self._optimizer, self._memory, self._form = unwrapped(optimizer), memory, form
         self._masters = {id(master): master for master in masters}
         self._mapped = set() if mapped is None else mapped
@@ -93,6 +132,8 @@ class PartialOptimizer:
             return
         known = hyperparameters.group_of
         masters = [self._masters[key] for key in gradients if key in self._masters and key in known]
+        if self._places:
+            masters = self._step_elsewhere(hyperparameters, masters, gradients)
         if not masters:
             return
         numbers = [self._memory(master) for master in masters]
@@ -130,6 +171,75 @@ class PartialOptimizer:
                     del everyones[master]
                 else:
                     everyones[master] = after
+
+    def _step_elsewhere(
+        self, values: Hyperparameters, masters: Sequence[nn.Parameter], gradients: Mapping[int, Tensor]
+    ) -> list[nn.Parameter]:
+        """Step the masters that no fused kernel steps, spread evenly over the places. Returns the others."""
+        here: list[nn.Parameter] = []
+        there: list[nn.Parameter] = []
+        for master in masters:
+            (here if has_fused_kernel(values, values.group_of[id(master)]) else there).append(master)
+        load = [0] * len(self._places)
+        try:
+            for master in sorted(there, key=torch.numel, reverse=True):
+                least = load.index(min(load))
+                load[least] += master.numel()
+                self._step_on(self._places[least], values, master, gradients[id(master)])
+        finally:
+            for place in self._places:
+                place.finish()
+        return here
+
+    def _step_on(self, place: Place, values: Hyperparameters, master: nn.Parameter, gradient: Tensor) -> None:
+        """Begin the step of one master on ``place``.
+
+        Its state's tensors go there and back, as ``load_state_dict`` puts them on their parameter's device: all but the
+        counter ``step``, which is the host's.
+        """
+        numbers, own = self._memory(master), self._optimizer.state.get(master)
+        count_too = bool(values.groups[values.group_of[id(master)]].get("capturable"))
+        moved = [k for k, v in (own or {}).items() if isinstance(v, Tensor) and (k != "step" or count_too)]
+        halves = list(numbers) if isinstance(numbers, SplitTensor) else [numbers]
+        rest: dict[str, Any] = {}
+        names: list[str] = []
+
+        def step(copies: list[Tensor]) -> list[Change]:
+            weights = copies[: len(halves)]
+            values_there = SplitTensor(*weights).joined().view(master.shape) if len(weights) == 2 else weights[0]
+            alias = self._alias_of(master, values_there)
+            alias.grad = copies[len(halves)]
+            state: State = defaultdict(dict)
+            if own is not None:
+                state[alias] = {**own, **dict(zip(moved, copies[len(halves) + 1 :], strict=True))}
+            self._run(self._groups(values, [master], [alias], [state.get(alias)]), state)
+            after = SplitTensor.of(alias.data.view(-1)) if len(weights) == 2 else [alias.data]
+            changes: list[Change] = list(zip(after, halves, strict=True))
+            for name, value in state.get(alias, {}).items():
+                self._refuse_to_move(name, value)
+                if isinstance(value, Tensor) and (name in moved or name != "step" or value.device != master.device):
+                    names.append(name)
+                    changes.append((value, _alike(own[name] if own is not None and name in moved else None, value)))
+                else:
+                    rest[name] = value
+            return changes
+
+        held = place.run([*halves, gradient, *(own[name] for name in moved if own is not None)], step)
+        kept = rest | dict(zip(names, held[len(halves) :], strict=True))
+        if own is not None:
+            own.clear()
+            own.update(kept)
+        elif kept:
+            self._optimizer.state[master] = kept
+
+    def _refuse_to_move(self, name: str, value: Any) -> None:
+        plain = (int, float, bool, str, type(None), Tensor, nn.Parameter)
+        if type(value) not in plain:
+            cls = type(self._optimizer).__name__
+            raise RoundPipeError(
+                f"optimizer_device='worker' brings tensors and numbers of an optimizer's state to workers and back, "
+                f"and {cls} keeps a {type(value).__name__} in state[p][{name!r}]. Set optimizer_device='cpu'."
+            )
 
     def steps_parts(self, hyperparameters: Hyperparameters, keys: Iterable[int]) -> bool:
         """Return, within `prepared`, whether `step_part` can step all masters of ``keys``."""
@@ -256,6 +366,12 @@ def _copied(tensor: Tensor) -> Tensor:
     file.seek(0)
     copied: Tensor = torch.load(file, weights_only=False)
     return copied
+
+
+def _alike(host: Tensor | None, value: Tensor) -> Tensor | None:
+    """Return ``host`` if it can hold ``value``."""
+    fits_it = host is not None and (host.shape, host.dtype, host.stride()) == (value.shape, value.dtype, value.stride())
+    return host if fits_it else None
 
 
 def _has_momentum(state: Mapping[str, Any] | None) -> bool:

@@ -83,6 +83,17 @@ class SplitTensor(NamedTuple):
         """Return all numbers as a contiguous fp32 tensor of the shape of ``tensor``."""
         return self.join_all(torch.empty(self.high.numel(), dtype=torch.float32)).view(tensor.shape)
 
+    def joined(self) -> Tensor:
+        """Return all numbers, fp32 and 1-D, on the device of the halves."""
+        return self.high.float().view(torch.int32).add_(self.low).view(torch.float32)
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> SplitTensor:
+        """Return the halves of fp32 ``numbers``, 1-D, on their device."""
+        high = numbers.bfloat16()
+        low = numbers.view(torch.int32) - high.float().view(torch.int32)
+        return cls(high, low.clamp_(max=_LARGEST).to(torch.int16))
+
     def split_all(self, numbers: Tensor) -> None:
         """Keep the fp32 ``numbers``, 1-D."""
         for start, end in pieces(self.high.numel()):

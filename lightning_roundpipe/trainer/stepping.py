@@ -23,9 +23,9 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
-from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter
+from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter, unwrapped
 from lightning_roundpipe.optim.packed_moments import FP32
-from lightning_roundpipe.optim.partial_optimizer import copy_state
+from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere, copy_state
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.trainer.hook_audit import (
     DECLARE,
@@ -158,6 +158,12 @@ class Stepping:
                 f"optimizer_state={form!r} unpacks moments of Adam and AdamW as layers are updated one by one, which "
                 f"is not possible: {why}. Set optimizer_state='fp32', or change that."
             )
+        device = self._engine.context.options.optimizer_device
+        if device != "cpu" and (why := reason or self._all_fused()) is not None:
+            raise MisconfigurationException(
+                f"optimizer_device={device!r} has workers step, layer by layer, what the host has no fused kernel for, "
+                f"which is not possible: {why}. Set optimizer_device='cpu', or change that."
+            )
         if reason is None:
             if not self.apart:
                 self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
@@ -213,6 +219,12 @@ class Stepping:
             if not all(Hyperparameters.of(optimizer).direct):
                 return f"{type(optimizer).__name__} with these settings has no fused kernel that takes parts"
         return None
+
+    def _all_fused(self) -> str | None:
+        """Return why nothing is stepped on workers; None if something is."""
+        if any(map(bytes_elsewhere, self._optimizers)):
+            return None
+        return f"the host has one for all parameters of {type(unwrapped(self._optimizers[0])).__name__}"
 
     def _settle_for(self, looks: Mapping[str, str]) -> None:
         self._settle.remove(self._trainer)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.packed_moments import FP32
-from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer, Place
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
 
@@ -23,11 +23,13 @@ class CurrentOptimizer:
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:
+        places: see `PartialOptimizer`.
         mapped: ids of the masters whose state lies in the file of a checkpoint, until their first update.
     """
 
     def __init__(self, get: Callable[[], Optimizer | None], buckets: Sequence[ParamBucket], form: str = FP32) -> None:
         self.get, self.form = get, form
+        self.places: Sequence[Place] = ()
         self.mapped: set[int] = set()
         self._masters = {id(master): master for bucket in buckets for master in bucket.masters}
         self._bucket_of = {id(master): bucket for bucket in buckets for master in bucket.masters}
@@ -37,7 +39,10 @@ class CurrentOptimizer:
         """Return what steps some of the parameters of ``optimizer``."""
         if self._partial is None or self._partial[0] is not optimizer:
             masters = list(self._masters.values())
-            self._partial = optimizer, PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped)
+            self._partial = (
+                optimizer,
+                PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped, self.places),
+            )
         return self._partial[1]
 
     def _memory(self, master: nn.Parameter) -> Tensor | SplitTensor:

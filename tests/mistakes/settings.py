@@ -437,6 +437,30 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "`optimizer_device` is neither cpu nor worker",
+        "optimizer_device=… must be",
+        "'cpu', or 'worker' to step on workers' devices what the host has no fused kernel for",
+        (options(optimizer_device="cuda"), options(optimizer_device=None)),
+    ),
+    Mistake(
+        SECTION,
+        "`optimizer_device=worker`, and moments in fewer bytes",
+        "optimizer_state=… is for the host's fused kernel of Adam and AdamW",
+        "set only one of them",
+        (options(optimizer_device="worker", optimizer_state="bf16"),),
+    ),
+    Mistake(
+        SECTION,
+        "`optimizer_device=worker`, and the host has a fused kernel for all, or the step blocks",
+        "optimizer_device='worker' has workers step, layer by layer, what the host has no fused kernel for",
+        "Set optimizer_device='cpu', or change that",
+        (
+            lambda user: user.fit(zoo.make_module("mlp"), optimizer_device="worker"),
+            lambda user: user.fit(LooksAtGradients(zoo.make_module("mlp").model), optimizer_device="worker"),
+        ),
+    ),
+    Mistake(
+        SECTION,
         "`shard_optimizer` is neither true nor false",
         "shard_optimizer=… must be",
         "True (on several machines, each has the optimizer's state of some layers) or False",
