@@ -23,7 +23,6 @@ from test_optimizer import Apart, assert_losses_close, delayed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.tasks import MuonAdamW
 
 WIDTH = 64
@@ -251,10 +250,3 @@ def test_resuming_goes_on_to_the_bit(name: str, staleness: int, tmp_path: Path) 
 
     whole, resumed = train(None), train(tmp_path / "epoch=0.ckpt")
     assert [key for key, value in whole.items() if not torch.equal(value, resumed[key])] == []
-
-
-def test_a_wrong_declaration_is_an_error() -> None:
-    """A step that writes to what parameters share would count layers as steps."""
-    module = Trained(lambda m: declared(ScheduleFree)(m.parameters(), lr=0.01))
-    with pytest.raises(RoundPipeError, match=r"ScheduleFree declares .* sets its group's k, which parameters share"):
-        run(ours(layers=LAYERS), module, batches(), devices=2)

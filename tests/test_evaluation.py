@@ -117,15 +117,6 @@ class Averaging(zoo.PlainClassifier):
             parameter.data.mul_(2.0)
 
 
-@pytest.mark.parametrize("staleness", [1])
-def test_weights_that_user_code_writes_to_are_not_uploaded_ahead(staleness: int) -> None:
-    """With staleness 1 uploads read a working copy, which has to follow."""
-    module, batches = Averaging(MLP), zoo.make_batches("mlp", 3)
-    plain, found = (validate(strategy, module, batches) for strategy in ("auto", ours(staleness=staleness)))
-    assert plain[0]["first"] != plain[0]["second"]
-    assert_tensors_same(plain, found)
-
-
 # --------------------------------------------------------------------------------------------------- several in flight
 
 
