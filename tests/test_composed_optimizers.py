@@ -175,7 +175,6 @@ def chained(module: Any) -> Optimizer:
 
 BY_LAYER: dict[str, Callable[[Any], Optimizer]] = {
     "MuonAdamW": lambda m: MuonAdamW(m.named_parameters(), lr=0.02, adamw_lr=0.01),
-    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.02),
     "transformers.Adafactor": lambda m: declared(transformers.Adafactor)(m.parameters()),
     "Lion": lambda m: Lion(m.parameters(), lr=0.003),
     "bitsandbytes.AdamW8bit": lambda m: declared(bitsandbytes.optim.AdamW8bit)(m.parameters(), lr=0.01),

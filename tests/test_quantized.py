@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -26,7 +25,7 @@ from harness import (
 )
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.uploads import WeightUploads
@@ -351,9 +350,6 @@ def spoiled(kind: str) -> pl.LightningModule:
     if kind == "tied":
         module.into = bnb.nn.Linear4bit(32, 32, bias=False)
         module.into.weight = module.out.weight
-    if kind == "scales":
-        state = module.blocks[1].frozen.weight.quant_state  # type: ignore[union-attr]
-        state.absmax = state.absmax[:3].clone()
     if kind == "no scales":
         module.blocks[1].frozen.weight.quant_state = None  # type: ignore[union-attr]
     if kind == "parametrization":
@@ -361,8 +357,6 @@ def spoiled(kind: str) -> pl.LightningModule:
     if kind == "loaded":  # by torch.load, which gives every parameter the class of plain ones
         frozen: Any = module.blocks[1].frozen
         frozen.weight = nn.Parameter(frozen.weight.data, requires_grad=False)
-    if kind == "gptq":
-        module.into.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))
     if kind == "sixteen":
         module.into = bnb.nn.Linear8bitLt(32, 32, has_fp16_weights=True)
     return module
@@ -375,10 +369,8 @@ def spoiled(kind: str) -> pl.LightningModule:
         ("embedding", "llm_int8_skip_modules"),
         ("tied", "'into' is a layer in four bits whose weight is not quantised.*llm_int8_skip_modules"),
         ("sixteen", "llm_int8_has_fp16_weight=False"),
-        ("gptq", "'into' are quantised by gptq.*BitsAndBytesConfig"),
         ("parametrization", r"unpacks a parameter for each use.*quantize\.from_pretrained"),
         ("loaded", r"'blocks\.1\.frozen' has the dtype torch\.uint8 and is of no class of bitsandbytes"),
-        ("scales", r"'blocks\.1\.frozen' has 3 scales instead of 64.*Copy or download"),
         ("no scales", r"'blocks\.1\.frozen' lacks its scales"),
     ],
 )

@@ -21,6 +21,8 @@ ORDINARY = {
     "test_gradients_between_steps.py": "",
     "test_evaluation.py": "not are_busy and not at_once",
     "test_hooks.py": "",
+    "test_evaluation_gradients.py": "",
+    "test_recipes.py": "4-3",
 }
 """Files of ordinary tests, and which of their tests are for devices that are not the host.
 
