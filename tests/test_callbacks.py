@@ -24,7 +24,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -172,14 +171,6 @@ def test_batch_size_finder(tmp_path: Path) -> None:
     assert own.module.batch_size == plain.module.batch_size == 4
     harness.assert_tensors_same(plain.state, own.state)
     harness.assert_tensors_same(plain.given[1].norms, own.given[1].norms)
-
-
-def test_batch_size_finder_stops_at_what_fits(tmp_path: Path) -> None:
-    """By the tuner itself: training with the last drop of memory is another matter."""
-    strategy = ours(num_microbatches=1, emulation={"memory": 96 * 1024})
-    trainer = harness.trainer_of(strategy, devices=2, max_steps=4, default_root_dir=tmp_path)
-    found = Tuner(trainer).scale_batch_size(Tuned(), steps_per_trial=3, init_val=16)
-    assert found is not None and 8 <= found < 96
 
 
 def test_a_batch_that_no_plan_fits_is_out_of_memory_to_the_tuner() -> None:

@@ -308,24 +308,6 @@ def test_weights_are_ordinary_after_training(tmp_path: Path) -> None:
     assert (tmp_path / "one.pt").stat().st_size < weight.numel() * 4 + 4096, "one tensor's file holds others as well"
 
 
-def test_state_dict_in_the_middle_is_current() -> None:
-    """Whoever reads weights between steps sees those after the last step, as in plain training."""
-
-    class Peek(pl.Callback):
-        def __init__(self) -> None:
-            self.seen: list[dict[str, Tensor]] = []
-
-        def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, *args: Any) -> None:
-            self.seen.append({name: value.clone() for name, value in pl_module.state_dict().items()})
-
-    seen = []
-    for kind in (PLAIN, OURS):
-        peek = Peek()
-        train(kind, fresh(), BATCH, steps=4, callbacks=[peek], watch=False)
-        seen.append(peek.seen)
-    harness.assert_tensors_same(*seen, rtol=1e-4, atol=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------- other ways to a file
 
 

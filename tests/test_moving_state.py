@@ -41,13 +41,6 @@ class FilledInStep(zoo.PlainClassifier):
         return super().training_step(batch, batch_idx)
 
 
-class FilledBetween(zoo.PlainClassifier):
-    roundpipe_looks_away = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.model.blocks[1].scale.mul_(1.2)  # type: ignore[union-attr, index, operator]
-
-
 class DataBetween(zoo.PlainClassifier):
     """Writes as code of averaged models does, which increments no version."""
 
@@ -69,7 +62,6 @@ class ReplacedBetween(zoo.PlainClassifier):
 
 CASES: dict[str, tuple[type[zoo.PlainClassifier], type[Block]]] = {
     "a buffer in the step": (FilledInStep, Scaled),
-    "a buffer between steps": (FilledBetween, Scaled),
     "a buffer's data between steps": (DataBetween, Scaled),
     "another buffer": (ReplacedBetween, Scaled),
 }
