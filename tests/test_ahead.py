@@ -20,6 +20,47 @@ PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 2")
 AHEAD = replace(PLAN, recompute_ahead=True)
 
 
+class Noting(Gate):
+    """Notes the backward of a layer."""
+
+    def __init__(self, notes: list[str], layer: str) -> None:
+        super().__init__(-1)
+        self.notes, self.layer = notes, layer
+
+    def pass_through(self, batch: int, part: int) -> None:
+        if (batch, part) == (2, 0):
+            self.notes.append(f"backward {self.layer}")
+
+
+class Noted(Layer):
+    """Notes its runs and backwards for the first microbatch of the third batch."""
+
+    gate: Noting
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        if which.tolist() == [2, 0]:
+            self.gate.notes.append(f"run {self.gate.layer}")
+        return super().forward(x, which)
+
+
+@pytest.mark.parametrize(
+    ("plan", "order"),
+    [
+        (PLAN, ["run 1", "backward 1", "run 0", "backward 0"]),
+        (AHEAD, ["run 1", "run 0", "backward 1", "backward 0"]),
+    ],
+)
+def test_a_whole_stage_is_recomputed_first_where_the_plan_says_so(plan: Plan, order: list[str]) -> None:
+    module, notes = Gated(Gate(-1)), list[str]()
+    for i in range(2):
+        module.layers[i] = Noted(Noting(notes, str(i)))
+    run(
+        ours(num_microbatches=2, layers=["Layer", "Noted"], plan=str(plan), watchdog_timeout=60),
+        module, BATCHES, devices=2, watch=False,
+    )  # fmt: skip
+    assert notes == ["run 0", "run 1", *order]
+
+
 RAN: set[tuple[int, ...]] = set()
 
 

@@ -21,16 +21,7 @@ from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 
-@pytest.mark.parametrize(
-    ("budget", "allowed"),
-    [
-        (1000, 1000),
-        (1e6, 6000),
-        ("2KiB", 2048),
-        (0.5, 3000),
-        (None, 5400),
-    ],
-)
+@pytest.mark.parametrize(("budget", "allowed"), [(1000, 1000), (1e6, 6000), ("2KiB", 2048), (0.5, 3000), (None, 5400)])
 def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
     budget: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,10 +18,7 @@ import torch
 import zoo
 from harness import Result, assert_same, ours, run
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-    RichProgressBar,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.memory import is_oom_error

@@ -101,8 +101,7 @@ def assert_states_equal(a: Any, b: Any, where: str = "optimizer") -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "done", "staleness"),
-    [("llama", False, 2, 1), ("gpt2", False, 1, 0), ("qwen3", True, 2, 0)],
+    ("name", "lora", "done", "staleness"), [("llama", False, 2, 1), ("gpt2", False, 1, 0), ("qwen3", True, 2, 0)]
 )
 def test_resume_continues_bit_for_bit(name: str, lora: bool, done: int, staleness: int, tmp_path: Path) -> None:
     """Saved in the middle of an epoch, after the first step or a planned one, and resumed on another number of workers.
@@ -245,11 +244,7 @@ def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "before", "after"),
-    [
-        ("gpt2", False, OURS, PLAIN),
-        ("qwen3", True, PLAIN, OURS),
-    ],
+    ("name", "lora", "before", "after"), [("gpt2", False, OURS, PLAIN), ("qwen3", True, PLAIN, OURS)]
 )
 def test_others_go_on_from_our_checkpoints_and_we_from_theirs(
     name: str, lora: bool, before: str, after: str, tmp_path: Path

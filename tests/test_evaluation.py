@@ -70,11 +70,7 @@ SAMPLE = {"do_sample": True, "top_k": 20, "temperature": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param("llama", SAMPLE, id="llama sampling"),
-        pytest.param("t5", BEAM, id="t5 beam"),
-    ],
+    ("name", "options"), [pytest.param("llama", SAMPLE, id="llama sampling"), pytest.param("t5", BEAM, id="t5 beam")]
 )
 def test_generate(name: str, options: Any) -> None:
     block = {"llama": "model.layers.0", "t5": "decoder.block.0"}[name]

@@ -168,10 +168,7 @@ class Early(Matrices):
         self._write("on_train_epoch_start" if self.current_epoch == 0 else "")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"validates": False, "accumulate_grad_batches": 4}, {"num_sanity_val_steps": 1}],
-)
+@pytest.mark.parametrize("options", [{"validates": False, "accumulate_grad_batches": 4}, {"num_sanity_val_steps": 1}])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
 def test_gradients_from_before_the_first_batch(
     hook: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -140,10 +140,7 @@ class Strange(LRScheduler):
 
 @pytest.mark.parametrize(
     ("scheduler", "found"),
-    [
-        (lambda o: LambdaLR(o, lambda step: 1.0), {}),
-        (Strange, {"lr_scheduler_step": "scheduler Strange"}),
-    ],
+    [(lambda o: LambdaLR(o, lambda step: 1.0), {}), (Strange, {"lr_scheduler_step": "scheduler Strange"})],
 )
 def test_schedulers_that_are_not_torchs_count(scheduler: Callable[[Any], Any], found: dict[str, str]) -> None:
     class Scheduled(Plain):

@@ -30,8 +30,7 @@ def largest(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "devices"),
-    [("llama", True, 2), ("qwen3_moe", False, 2), ("gpt_oss", False, 1)],
+    ("name", "lora", "devices"), [("llama", True, 2), ("qwen3_moe", False, 2), ("gpt_oss", False, 1)]
 )
 def test_blocks_that_do_not_fit_are_cut(
     name: str, lora: bool, devices: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

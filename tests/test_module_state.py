@@ -155,16 +155,7 @@ class Left(Net):
         self.log("left", float(self.index))
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        RunningMeanInBuffer,
-        BuffersByOutAndView,
-        Outputs,
-        Initializing,
-        Left,
-    )
-}
+KINDS = {kind.__name__: kind for kind in (RunningMeanInBuffer, BuffersByOutAndView, Outputs, Initializing, Left)}
 KINDS |= {kind.__name__: lambda kind=kind: Net(kind) for kind in (InitializingBlock, AveragingBlock)}  # type: ignore
 
 

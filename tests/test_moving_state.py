@@ -123,10 +123,7 @@ def refilled(
             if parts
             else batch
         )
-    trainer(
-        strategy,
-        devices=devices,
-    ).fit(module, data)  # type: ignore[arg-type]
+    trainer(strategy, devices=devices).fit(module, data)  # type: ignore[arg-type]
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 

@@ -51,10 +51,7 @@ class Module(pl.LightningModule):
 def data(count: int = 9) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     return [
-        {
-            "x": torch.randn(8, 8, generator=generator),
-            "y": torch.randint(3, (8,), generator=generator),
-        }
+        {"x": torch.randn(8, 8, generator=generator), "y": torch.randint(3, (8,), generator=generator)}
         for _ in range(count)
     ]
 

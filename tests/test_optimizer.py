@@ -159,10 +159,7 @@ def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, a
 
 @pytest.mark.parametrize(
     ("name", "clip", "accumulate", "microbatches"),
-    [
-        ("momentum", None, 1, 4),
-        pytest.param("adamw", 0.3, 3, 4, marks=pytest.mark.slow),
-    ],
+    [("momentum", None, 1, 4), pytest.param("adamw", 0.3, 3, 4, marks=pytest.mark.slow)],
 )
 def test_exactly_one_step_late(
     name: str, clip: float | None, accumulate: int, microbatches: int, monkeypatch: pytest.MonkeyPatch

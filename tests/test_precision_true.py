@@ -79,12 +79,7 @@ def _untie(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "devices", "microbatches"),
-    [
-        ("gpt2", False, 1, 3),
-        ("qwen3", True, 2, 3),
-        ("mlp", False, 2, 4),
-    ],
+    ("name", "lora", "devices", "microbatches"), [("gpt2", False, 1, 3), ("qwen3", True, 2, 3), ("mlp", False, 2, 4)]
 )
 def test_equals_a_loop_by_hand(name: str, lora: bool, devices: int, microbatches: int) -> None:
     module, batches = zoo.make_module(name, lora), zoo.make_batches(name, 4)

@@ -13,16 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from harness import (
-    Result,
-    arenas_of,
-    assert_identical,
-    assert_same,
-    loader,
-    ours,
-    run,
-    trainer_of,
-)
+from harness import Result, arenas_of, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -122,9 +113,7 @@ def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(n
 
 def with_experts(name: str) -> Task:
     """Beside adapters in attention."""
-    kinds: dict[str, dict[str, int]] = {
-        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
-    }
+    kinds: dict[str, dict[str, int]] = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
     config = AutoConfig.for_model(
         name, vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, initializer_range=0.1, pad_token_id=None,
@@ -231,11 +220,7 @@ def made(name: str) -> pl.LightningModule:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        Own,
-        functools.partial(Own, quantised=False),
-        functools.partial(Own, code=True),
-    ],
+    [Own, functools.partial(Own, quantised=False), functools.partial(Own, code=True)],
     ids=["linear", "not yet quantised", "user code"],
 )
 def test_modules_of_the_users_own(make: Any) -> None:

@@ -152,10 +152,7 @@ def writes(h: Tensor, mean: Tensor) -> Tensor:
     return h
 
 
-USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "reads": lambda h, mean: h * mean,
-    "writes": writes,
-}
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"reads": lambda h, mean: h * mean, "writes": writes}
 
 
 @pytest.fixture

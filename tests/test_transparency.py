@@ -102,10 +102,7 @@ def test_other_architectures(name: str, lora: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize(
-    ("name", "lora", "window"),
-    [("llama", False, 4), ("t5", False, 3)],
-)
+@pytest.mark.parametrize(("name", "lora", "window"), [("llama", False, 4), ("t5", False, 3)])
 def test_rounds(name: str, lora: bool, window: int) -> None:
     """Two full rounds, and one and a half."""
     result = train(name, lora, 2, window=window, round_microbatches=2)

@@ -41,12 +41,7 @@ class Net(pl.LightningModule):
     calls: list[Any]
 
     def __init__(
-        self,
-        adam: bool = False,
-        norm: bool = False,
-        skipped: tuple[int, ...] = (),
-        fails: int = 0,
-        stops: int = -1,
+        self, adam: bool = False, norm: bool = False, skipped: tuple[int, ...] = (), fails: int = 0, stops: int = -1
     ) -> None:
         super().__init__()
         self.blocks, self.head = nn.Sequential(*[Block(norm) for _ in range(4)]), nn.Linear(6, 3)
