@@ -73,12 +73,7 @@ def environment(rank: int, machines: int, port: int, slurm: str | None = None) -
 
 
 def start(
-    job: str,
-    machines: int,
-    folder: Path,
-    arguments: dict[str, Any],
-    slurm: str | None = None,
-    network: Any = None,
+    job: str, machines: int, folder: Path, arguments: dict[str, Any], slurm: str | None = None, network: Any = None
 ) -> Sequence[Process]:
     """Start the processes, on this machine or on a `SlowNetwork`. Their output goes to files in ``folder``."""
     port, code = free_port(), "import sys, several_jobs; several_jobs.main(*sys.argv[1:])"

@@ -40,19 +40,6 @@ def test_a_smaller_arena_saves_what_it_is_smaller_by() -> None:
     assert counted == sorted(counted, reverse=True) and len(set(counted)) == len(counted)
 
 
-@pytest.mark.slow
-def test_the_arena_has_what_a_budget_leaves() -> None:
-    largest, smallest = (fit(share).report["planned_device_bytes"] for share in (1.0, 0.0))  # type: ignore[index]
-    expected = fit()
-    for budget in (largest, (largest + smallest) // 2, smallest):
-        result = fit(memory_budget=budget)
-        assert result.report is not None
-        assert max(result.report["peak_device_bytes"]) <= result.report["planned_device_bytes"] <= budget
-        assert_identical(expected, result)
-    with pytest.raises(ValueError, match=r"plan: it needs .* but memory_budget allows"):
-        fit(memory_budget=smallest // 2)
-
-
 class Blocks(pl.LightningModule):
     """Equal layers, one of whose biases is frozen at first."""
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import harness
 import pytest
-from harness import assert_same, ours, run
+from harness import ours
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mistakes import MISTAKES, CommandError, Mistake, User
-from mistakes.modules import Wandering, mlp, ordered
 
 from lightning_roundpipe.config import RoundPipeError
 
@@ -61,20 +60,6 @@ def test_the_rows_are_different() -> None:
 # ------------------------------------------------------------------------------- what looks like a mistake and is none
 
 
-def test_with_one_microbatch_any_control_flow_works() -> None:
-    batches = ordered([0] * 6, [1] * 6, [2] * 6, [0] * 6, [1] * 6)
-    module = Wandering(mlp())
-    result = run(ours(num_microbatches=1, layers=["Linear", "ResidualBlock"]), module, batches, devices=2)
-    assert_same(run("auto", module, batches), result)
-
-
-def test_a_layer_may_be_left_out() -> None:
-    """Layer drop: a microbatch makes a part of the trace, in its order; the others are not held up."""
-    batches = ordered([-1, 0] * 3, [0] * 6, [0, 0, 2, 2, 0, 0], [2, 2, 2, 2, 0, 0], [2] * 6, [0] * 6)
-    module, strategy = Wandering(mlp()), ours(num_microbatches=3, layers=["Linear", "ResidualBlock"])
-    assert_same(harness.by_hand(module, batches, 3), run(strategy, module, batches, devices=2))
-
-
 def test_what_lightning_refuses_is_one_line_as_well(user: User) -> None:
     with pytest.raises(CommandError, match=r"^roundpipe-train: .*devices=.?0"):
         user.command("trainer.devices=0")
@@ -84,8 +69,3 @@ def test_a_plan_is_refused_when_the_strategy_is_made() -> None:
     """As far as it can be seen without the trace: not after a first batch that may have taken minutes."""
     with pytest.raises(ValueError, match=r"^plan: the forward pass"):
         ours(plan="forward 0-1; fused 3-5; backward 0-2; round 2")
-
-
-def test_an_option_that_there_is_not() -> None:
-    with pytest.raises(TypeError, match="'microbatches'"):
-        ours(microbatches=3)

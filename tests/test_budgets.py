@@ -10,11 +10,7 @@ import pytest
 import torch
 import zoo
 from harness import ours, run, single
-from hydra import compose, initialize_config_module
-from hydra.utils import instantiate
 
-import lightning_roundpipe.train  # noqa: F401  its resolvers are in the configuration
-from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
@@ -24,34 +20,8 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
-GIB = 2**30
 
-
-def composed(*overrides: str) -> RoundPipeStrategy:
-    """The strategy that ``roundpipe-train`` would use."""
-    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
-        cfg = compose("train", ["experiment=random_tokens", *overrides])
-    made: RoundPipeStrategy = instantiate(cfg.strategy, _convert_="all")
-    return made
-
-
-def test_a_configuration_says_them() -> None:
-    options = composed("strategy.pin_memory=off", "strategy.prefetch=0", "partition.memory_budget=20GiB").options
-    assert (options.pin_memory, options.prefetch, options.memory_budget) == ("off", 0, 20 * GIB)
-    assert composed("partition.memory_budget=0.5").options.memory_budget == 0.5
-    assert composed("strategy.pin_memory=false").options.pin_memory == "off"
-
-
-@pytest.mark.parametrize(
-    ("budget", "allowed"),
-    [
-        (1000, 1000),
-        (1e6, 6000),
-        ("2KiB", 2048),
-        (0.5, 3000),
-        (None, 5400),
-    ],
-)
+@pytest.mark.parametrize(("budget", "allowed"), [(1000, 1000), (1e6, 6000), ("2KiB", 2048), (0.5, 3000), (None, 5400)])
 def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
     budget: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

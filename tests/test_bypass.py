@@ -176,52 +176,9 @@ def test_modules_of_torchscript() -> None:
 # ------------------------------------------------------------------------------------------ layers' own backward passes
 
 
-class Reversible(torch.autograd.Function):
-    """Keeps no activations of the layers: its backward goes back through them by itself, as Reformer's does."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, net: Net) -> tuple[Tensor, Tensor]:
-        ctx.net = net
-        for block in net.blocks:
-            a, b = b, a + block(b)
-        ctx.save_for_backward(a.detach(), b.detach())
-        return a, b
-
-    @staticmethod
-    def backward(ctx: Any, grad_a: Tensor, grad_b: Tensor) -> Any:  # type: ignore[override]
-        a, b = ctx.saved_tensors
-        for block in reversed(ctx.net.blocks):
-            with torch.enable_grad():
-                before = a.detach().requires_grad_()
-                out = ctx.net.again(block, before)
-                ctx.net.differentiate(out, grad_b)
-            a, b = (b - out).detach(), a
-            grad_a, grad_b = grad_b, grad_a + before.grad
-        return grad_a, grad_b, None
-
-
-AGAIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "its modules": lambda block, x: x + block.outer(torch.tanh(block.inner(x))),
-}
-
-
 @torch.jit.script
 def scripted_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x @ weight.t() + bias
-
-
-def reversible(way: str, differentiate: Callable[[Tensor, Tensor], None]) -> Net:
-    return make(
-        body=lambda self, h: sum(Reversible.apply(h, h * 0.5, self)),
-        between=all_of,
-        again=lambda self, block, x: AGAIN[way](block, x),
-        differentiate=lambda self, out, grad: differentiate(out, grad),
-    )
-
-
-@pytest.mark.parametrize("way", AGAIN)
-def test_a_backward_that_goes_through_layers_by(way: str) -> None:
-    check_equal(reversible(way, torch.autograd.backward))
 
 
 def test_reformer() -> None:
@@ -290,18 +247,6 @@ def test_steering_vectors(place: str, trained: str) -> None:
 @pytest.mark.parametrize("way", STEERED)
 def test_inside_a_frozen_layer(way: str) -> None:
     check_equal(steered(way, "a hook", (0, 2), "gain mix head blocks.1.inner"), some=True)
-
-
-def test_a_frozen_layer_that_begins_to_steer_is_refused() -> None:
-    def setup(self: Net, stage: str) -> None:
-        hook_inside(self, 0, lambda h: h + self.gain if self.global_step else h)
-        self.requires_grad_(False)
-        self.gain.requires_grad_(True), self.head.requires_grad_(True)
-
-    with pytest.raises(
-        RoundPipeError, match=r"layer 'blocks.0'.*(from a hook, a closure, a cache or an object|of another module)"
-    ):
-        train(make(setup=setup), 4, 2)
 
 
 def test_a_tensor_from_another_layer_is_refused() -> None:

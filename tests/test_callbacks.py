@@ -18,15 +18,9 @@ import torch
 import zoo
 from harness import Result, assert_same, ours, run
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    ModelCheckpoint,
-    RichProgressBar,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -86,37 +80,34 @@ def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
     harness.assert_tensors_same(plain.best_model_score, own.best_model_score)
 
 
-def test_model_checkpoint_every_n_steps(tmp_path: Path) -> None:
-    """In the middle of epochs, where the step before has only just given its gradients."""
-    pair(
-        lambda kind: ModelCheckpoint(tmp_path / kind, filename="{step}", every_n_train_steps=2, save_top_k=-1),
-        max_epochs=2,
-        enable_checkpointing=True,
-    )
-    assert assert_same_checkpoints(tmp_path) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+CALLBACKS: dict[str, tuple[Callable[[], pl.Callback], int]] = {
+    "early stopping": (lambda: callbacks.EarlyStopping("val/loss", patience=1, min_delta=0.02), 12),
+    "timer": (lambda: callbacks.Timer({"seconds": 5}, interval="step"), 3),
+    "averaging": (lambda: callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2), 4),
+    "rates": (lambda: callbacks.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True), 2),
+}
+"""Each with the most epochs that it trains."""
 
 
-def test_early_stopping() -> None:
-    (plain, expected), (own, result) = pair(
-        lambda kind: EarlyStopping("val/loss", patience=1, min_delta=0.02),
-        zoo.make_batches("mlp", 2),
-        val_batches=VALIDATION,
-        max_epochs=12,
-    )
-    assert 0 < own.stopped_epoch == plain.stopped_epoch < 11
-    assert_same(expected, result, rtol=1e-4, atol=1e-5)
+class Scheduled(zoo.PlainClassifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def test_timer_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by a second whenever it is read."""
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_callbacks_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same stops, weights and lines; the timer's clock goes on by a second whenever it is read."""
+    make, epochs = CALLBACKS[name]
 
-    def make(kind: str) -> pl.Callback:
+    def made(kind: str) -> pl.Callback:
         monkeypatch.setattr(callbacks.timer, "time", SimpleNamespace(monotonic=itertools.count().__next__))
-        return callbacks.Timer({"seconds": 5}, interval="step")
+        return make()
 
-    (_, plain), (_, result) = pair(make, max_epochs=3)
-    assert 0 < len(result.losses) == len(plain.losses) < 9
-    assert_same(plain, result)
+    (_, plain), (_, result) = pair(made, module=Scheduled(MLP.model), val_batches=VALIDATION, max_epochs=epochs)
+    assert_same(plain, result, rtol=1e-4, atol=1e-5)
+    assert len(plain.losses) == len(result.losses) and (len(plain.losses) < 3 * epochs) == (epochs in (3, 12))
 
 
 # -------------------------------------------------------------------------------------------------------------- tuning
@@ -179,14 +170,6 @@ def test_batch_size_finder(tmp_path: Path) -> None:
     harness.assert_tensors_same(plain.given[1].norms, own.given[1].norms)
 
 
-def test_batch_size_finder_stops_at_what_fits(tmp_path: Path) -> None:
-    """By the tuner itself: training with the last drop of memory is another matter."""
-    strategy = ours(num_microbatches=1, emulation={"memory": 96 * 1024})
-    trainer = harness.trainer_of(strategy, devices=2, max_steps=4, default_root_dir=tmp_path)
-    found = Tuner(trainer).scale_batch_size(Tuned(), steps_per_trial=3, init_val=16)
-    assert found is not None and 8 <= found < 96
-
-
 def test_a_batch_that_no_plan_fits_is_out_of_memory_to_the_tuner() -> None:
     with pytest.raises(ValueError, match=r"^memory_budget: workers may use 81,920 bytes") as raised:
         run(ours(num_microbatches=2, memory_budget=80 * 1024), MLP, zoo.make_batches("mlp", 1, 256), devices=2)
@@ -207,16 +190,6 @@ def test_learning_rate_finder(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- weights, gradients
-
-
-def test_stochastic_weight_averaging() -> None:
-    """It writes averages into the parameters; the strategy must not go on with what it uploaded before."""
-    (_, plain), (_, result) = pair(
-        lambda kind: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2),
-        max_epochs=4,
-        val_batches=VALIDATION,
-    )
-    assert_same(plain, result)
 
 
 def test_weight_averaging(tmp_path: Path) -> None:
@@ -313,27 +286,6 @@ def test_progress_bars(bar: type[callbacks.ProgressBar], capsys: pytest.CaptureF
     assert len(own[1].shown) == 3 and "shown" in own[1].shown[0]
     harness.assert_tensors_same(plain[1].shown, own[1].shown)
     assert capsys.readouterr().out.count("Epoch 0") >= 2
-
-
-def test_learning_rate_monitor() -> None:
-    class Scheduled(zoo.PlainClassifier):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=7)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    (_, plain), (_, result) = pair(
-        lambda kind: callbacks.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True),
-        module=Scheduled(MLP.model),
-        max_epochs=2,
-    )
-    logged = [line for _, line in plain.logged or [] if "lr-SGD" in line]
-    assert len({line["lr-SGD"] for line in logged}) == 6
-    assert all({"lr-SGD-momentum", "lr-SGD-weight_decay"} <= line.keys() for line in logged)
-    assert_same(plain, result)
-
-
-# ------------------------------------------------------------------------------------------------- devices, throughput
 
 
 # ------------------------------------------------------------------------------------------------------------- loggers

@@ -179,7 +179,6 @@ def chained(module: Any) -> Optimizer:
 
 BY_LAYER: dict[str, Callable[[Any], Optimizer]] = {
     "MuonAdamW": lambda m: MuonAdamW(m.named_parameters(), lr=0.02, adamw_lr=0.01),
-    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.02),
     "transformers.Adafactor": lambda m: declared(transformers.Adafactor)(m.parameters()),
     "Lion": lambda m: Lion(m.parameters(), lr=0.003),
     "bitsandbytes.AdamW8bit": lambda m: declared(bitsandbytes.optim.AdamW8bit)(m.parameters(), lr=0.01),
@@ -260,13 +259,6 @@ def test_resuming_goes_on_to_the_bit(name: str, staleness: int, device: str, tmp
 
     whole, resumed = train(None), train(tmp_path / "epoch=0.ckpt")
     assert [key for key, value in whole.items() if not torch.equal(value, resumed[key])] == []
-
-
-def test_a_wrong_declaration_is_an_error() -> None:
-    """A step that writes to what parameters share would count layers as steps."""
-    module = Trained(lambda m: declared(ScheduleFree)(m.parameters(), lr=0.01))
-    with pytest.raises(RoundPipeError, match=r"ScheduleFree declares .* sets its group's k, which parameters share"):
-        run(ours(layers=LAYERS), module, batches(), devices=2)
 
 
 # ------------------------------------------------------------------------------------------------ stepped on workers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -19,6 +19,7 @@ import torchmetrics
 from harness import loader as list_loader
 from plain_oracle import PLAIN, Record, assert_equal, on_devices, train
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
@@ -200,35 +201,21 @@ class Graphs:
         self.x = x
 
 
-REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "entries disagree": (lambda x: {"x": x, "y": x, "patches": x[:5]}, "patches"),
-    "a scalar": (lambda x: {"x": x, "temperature": torch.tensor(2.0)}, "temperature"),
-    "a list of strings": (lambda x: {"x": x, "texts": ["a"] * len(x)}, "texts"),
-    "a class": (Graphs, "Graphs"),
+UNCUT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "entries disagree": (lambda x: {"x": x, "patches": x[:5]}, lambda batch: batch["x"]),
+    "a class": (Graphs, lambda batch: batch.x),
+    "a list of samples": (list, torch.stack),
+    "packed": (lambda x: pack_sequence([x, x[:2]]), lambda batch: batch.data),
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_refusals_name_the_entry_and_the_remedies(kind: str) -> None:
-    """Nothing is guessed about samples."""
-    wrap, name = REFUSED[kind]
-    with pytest.raises(
-        (RuntimeError, ValueError), match=f"(?s)(?=.*{name})(?=.*Microbatches)(?=.*accumulate_grad_batches)"
-    ):
-        train(2, lambda: Net(_x), batches([6], wrap), options={"num_microbatches": 3})
-
-
 @DEVICES
-@pytest.mark.parametrize("kind", ["entries disagree", "a class"])
+@pytest.mark.parametrize("kind", UNCUT)
 def test_uncut_batches_of_any_type(devices: int, kind: str) -> None:
     """What cannot be cut trains as it is."""
-    wrap, _ = REFUSED[kind]
-    runs = [train(d, lambda: Net(_x), batches([6] * 5, wrap), accumulate_grad_batches=2) for d in (PLAIN, devices)]
+    wrap, read = UNCUT[kind]
+    runs = [train(d, lambda: Net(read), batches([6] * 5, wrap), accumulate_grad_batches=2) for d in (PLAIN, devices)]
     assert_equal(weights(runs[0]), weights(runs[1]), "weights")
-
-
-def _x(batch: Any) -> Tensor:
-    return batch["x"] if isinstance(batch, Mapping) else batch.x
 
 
 # ------------------------------------------------------------------------------------- microbatches that a loader gives
@@ -300,27 +287,6 @@ def test_targets(devices: int, window: int, parts: int | None, several: int) -> 
     options = {"loss_weight": "targets", "num_microbatches": parts}
     ours_ = train(devices, make, tokens([6] * 2 * window), accumulate_grad_batches=window, options=options)
     assert_equal(weights(whole), weights(ours_), "weights")
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "no cross entropy": lambda logits, y: logits.square().mean(),
-    "a sum": lambda logits, y: F.cross_entropy(logits, y, reduction="sum"),
-    "two counts": lambda logits, y: F.cross_entropy(logits, y) + F.cross_entropy(logits[:5], y[:5]),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("parts", [3])
-def test_targets_need_one_mean_cross_entropy(parts: int | None, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Any other loss has no count to weigh by, and is refused."""
-
-    class Other(Tokens):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return loss(self.net(batch["ids"]).flatten(0, 1), batch["labels"].flatten().clamp(min=0))
-
-    with pytest.raises((RuntimeError, ValueError), match=r"(?s)(?=.*targets)(?=.*cross.entropy)"):
-        options = {"loss_weight": "targets", "num_microbatches": parts}
-        train(2, Other, tokens([6] * 4), accumulate_grad_batches=2, options=options)
 
 
 @DEVICES

@@ -44,11 +44,6 @@ class Sampling(Validated):
         return {"before": before, "after": self.model(x.detach()).square().mean()}
 
 
-class Functional(Validated):
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
-        return {"slope": torch.func.grad(lambda x: self.model(x).square().sum())(batch["x"]).norm()}
-
-
 class Adapting(Validated):
     """Trains on what it validates, and asks what became of it."""
 
@@ -92,7 +87,7 @@ class Within(Validated):
         return {"slope": self.model(batch["x"]).norm()}
 
 
-KINDS = [Sampling, Functional, Adapting, Importance, Within]
+KINDS = [Sampling, Adapting, Importance, Within]
 
 
 @pytest.mark.parametrize("kind", KINDS)

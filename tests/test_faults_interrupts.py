@@ -140,7 +140,7 @@ def at_random_times(wanted: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_at_random_times() -> None:
-    at_random_times(20, seed=1)
+    at_random_times(12, seed=1)
 
 
 # ------------------------------------------------------------------------------------------- at any line of the package
@@ -244,4 +244,4 @@ def at_lines(chosen: Sequence[Site], seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_wherever_the_engine_works_and_elsewhere() -> None:
-    at_lines([*working(), *random.Random(1).sample(sorted(sites()), 40)], seed=1)
+    at_lines([*working(), *random.Random(1).sample(sorted(sites()), 24)], seed=1)

@@ -58,10 +58,7 @@ class End(pl.Callback):
             self._end(trainer.strategy._engine)
 
 
-@pytest.mark.parametrize(
-    ("which", "batch", "after_s"),
-    [("worker", 2, 0.01), ("microbatch", 2, 0), ("worker", -1, 0)],
-)
+@pytest.mark.parametrize(("which", "batch", "after_s"), [("worker", 2, 0.01), ("microbatch", 2, 0), ("worker", -1, 0)])
 def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> None:
     ended = End(which, batch, after_s)
     trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[ended], num_sanity_val_steps=1)

@@ -17,7 +17,6 @@ HOOKS = (
     "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
 )  # fmt: skip
 """Those that let the optimizer step on its own thread."""
-slow = pytest.mark.slow
 Seen = list[tuple[str, int, dict[str, Tensor | None]]]
 
 
@@ -153,25 +152,6 @@ def test_what_hooks_make_of_them_counts(way: Callable[[nn.Parameter, Look], None
     assert_tensors_same(plain.kept, other.kept, what="what a hook keeps")
 
 
-class Joining(Matrices):
-    """The other parameters join the optimizer in the second epoch: from then on, ``zero_grad`` reaches them."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            others: list[nn.Parameter] = [p for p in self.parameters() if p.ndim < 2]
-            self.trainer.optimizers[0].add_param_group({"params": others, "lr": 0.05})
-
-
-@pytest.mark.parametrize("accumulated", [1, 4])
-def test_parameters_that_join_the_optimizer(accumulated: int) -> None:
-    plain, other = Look(), Look()
-    options: dict[str, Any] = {"max_epochs": 3, "validates": False, "accumulate_grad_batches": accumulated}
-    expected = train("auto", plain, module=Joining, **options)
-    found = train(ours(num_microbatches=2), other, 2, module=Joining, **options)
-    check_seen(plain, other)
-    assert_same(expected, found)
-
-
 class Early(Matrices):
     """Writes gradients before the first batch: of the parameters that the optimizer holds, and of the others."""
 
@@ -188,10 +168,7 @@ class Early(Matrices):
         self._write("on_train_epoch_start" if self.current_epoch == 0 else "")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"validates": False, "accumulate_grad_batches": 4}, {"num_sanity_val_steps": 1}],
-)
+@pytest.mark.parametrize("options", [{"validates": False, "accumulate_grad_batches": 4}, {"num_sanity_val_steps": 1}])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
 def test_gradients_from_before_the_first_batch(
     hook: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

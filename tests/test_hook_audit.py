@@ -12,7 +12,6 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_roundpipe.callbacks.measurements import Measurements
 from lightning_roundpipe.callbacks.progress import ProgressLines
@@ -123,12 +122,6 @@ def test_callbacks_of_the_packaged_job_are_passive() -> None:
 # -- modules, data modules, schedulers ---------------------------------------------------------------------------------
 
 
-def test_a_plain_module_has_no_listeners() -> None:
-    assert looks() == {}
-    assert needs() is None
-    assert slowed_by(looks()) is None
-
-
 def test_an_overridden_hook_of_the_module_looks() -> None:
     for hook in (h for h in EVERY if hasattr(pl.LightningModule, h)):
         assert looks(module=overriding(Plain, hook)) == {hook: "Mine"}
@@ -147,10 +140,7 @@ class Strange(LRScheduler):
 
 @pytest.mark.parametrize(
     ("scheduler", "found"),
-    [
-        (lambda o: LambdaLR(o, lambda step: 1.0), {}),
-        (Strange, {"lr_scheduler_step": "scheduler Strange"}),
-    ],
+    [(lambda o: LambdaLR(o, lambda step: 1.0), {}), (Strange, {"lr_scheduler_step": "scheduler Strange"})],
 )
 def test_schedulers_that_are_not_torchs_count(scheduler: Callable[[Any], Any], found: dict[str, str]) -> None:
     class Scheduled(Plain):
@@ -183,22 +173,6 @@ def test_a_module_within_the_step_needs_gradients() -> None:
         assert needs(module=overriding(Plain, hook, away=True)) == (reason if a_part else None)
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        Tensor.register_hook,
-        Tensor.register_post_accumulate_grad_hook,
-        lambda p, hook: torch.autograd.graph.register_multi_grad_hook([p], hook),
-    ],
-)
-def test_hooks_on_parameters_need_gradients(register: Any) -> None:
-    module = Plain()
-    handle = register(module.layer.bias, lambda _: None)
-    assert needs(module=module) == "parameter 'layer.bias' has a hook"
-    handle.remove()
-    assert needs(module=module) is None
-
-
 def test_anomaly_detection_needs_the_step_where_it_happens() -> None:
     assert "detect_anomaly" in (needs(detect_anomaly=True) or "")
     with torch.autograd.set_detect_anomaly(True):
@@ -213,32 +187,3 @@ def test_manual_optimization_and_several_optimizers() -> None:
     trainer = connected(module)
     several = [torch.optim.SGD([p], lr=0.1) for p in module.parameters()]
     assert needs_gradients(trainer, module, several) == "there are several optimizers (2)"
-
-
-def altered(change: str, optimizer: Any) -> Any:
-    """Changes ``optimizer`` (or all) and returns what takes it back, if anything has to."""
-    if change in ("step", "zero_grad"):
-        plain = getattr(optimizer, change)
-        setattr(optimizer, change, lambda *args, **kwargs: plain(*args, **kwargs))
-        return None
-    if change == "all":
-        return register_optimizer_step_post_hook(lambda *_: None)
-    return getattr(optimizer, change)(lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("register_step_pre_hook", "AdamW has a step hook"),
-        ("all", "a step hook is registered for all optimizers"),
-        ("step", "step() of AdamW was replaced in the instance"),
-    ],
-)
-def test_an_altered_optimizer_steps_whole(change: str, reason: str) -> None:
-    module = Plain()
-    trainer = connected(module)
-    handle = altered(change, trainer.optimizers[0])
-    assert needs_gradients(trainer, module, trainer.optimizers) == reason
-    if handle is not None:
-        handle.remove()
-        assert needs_gradients(trainer, module, trainer.optimizers) is None

@@ -3,19 +3,15 @@ Lightning."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import pytest
 import torch
-import torch.nn.functional as F
 import zoo
 from harness import Result, assert_same, ours, run
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
 MLP = zoo.make_module("mlp").model
 STEP = torch.optim.lr_scheduler.ExponentialLR
@@ -71,12 +67,6 @@ def test_no_optimizer() -> None:
     assert any(grad is not None for grad in plain.grads[0].values())
     assert_same(plain, result)
     assert all(torch.equal(result.state[f"model.{name}"], value) for name, value in MLP.state_dict().items())
-
-
-def test_several_optimizers_are_refused_by_lightning() -> None:
-    module = Configured(lambda optimizer: [optimizer, copy.copy(optimizer)])
-    with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
-        run("roundpipe", module, zoo.make_batches("mlp", 1))
 
 
 # ------------------------------------------------------------------------------------------------- parts of the step
@@ -179,81 +169,4 @@ def test_overridden(kind: type[zoo.PlainClassifier], options: Any) -> None:
     assert_same(plain, result)
 
 
-class Seen(zoo.PlainClassifier):
-    """What each hook of the step finds: loss, gradients and weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.seen: list[tuple[str, float, float]] = []
-
-    def _note(self, what: str, value: Any = 0.0) -> None:
-        grads = [p.grad.square().sum() for p in self.parameters() if p.grad is not None]
-        weights = sum(float(p.detach().square().sum()) for p in self.parameters())
-        self.seen.append((what, float(value.detach()) if isinstance(value, Tensor) else float(sum(grads)), weights))
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self._note("before zero_grad")
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self._note("before backward", loss)
-
-    def on_after_backward(self) -> None:
-        self._note("after backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._note("before step")
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._note("batch start")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._note("batch end")
-
-
-def test_what_hooks_find() -> None:
-    plain, result = both(Seen(MLP), accumulate_grad_batches=2, gradient_clip_val=0.2)
-    expected, found = plain.module.seen, result.module.seen  # type: ignore[union-attr]
-    assert [what for what, *_ in found] == [what for what, *_ in expected]
-    assert {what for what, *_ in expected} >= {"before zero_grad", "before backward", "after backward", "before step"}
-    for (what, *values), (_, *others) in zip(expected, found, strict=True):
-        assert others == pytest.approx(values, rel=1e-4, abs=1e-6), what
-
-
 # -------------------------------------------------------------------------------------------------- several model calls
-
-
-class Preference(zoo.PlainClassifier):
-    """A policy against a frozen reference, on what is preferred and what is not, as in preference tuning."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.reference = copy.deepcopy(model).requires_grad_(False)
-        self.model.head = copy.deepcopy(self.model.head)
-        with torch.no_grad():
-            self.model.head.weight.mul_(1.2)
-
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        preferred, other = batch["x"], batch["x"].flip(1)
-        with torch.no_grad():
-            before = self.reference(preferred) - self.reference(other)
-        now = self.model(preferred) - self.model(other)
-        margin = (now - before).gather(1, batch["y"][:, None])
-        self.log("margin", margin.mean())
-        return -F.logsigmoid(margin).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
-@pytest.mark.parametrize("kind", [Preference])
-def test_several_model_calls(kind: type[zoo.PlainClassifier]) -> None:
-    plain, result = both(kind(copy.deepcopy(MLP)))
-    assert_same(plain, result, outputs=True)
-
-
-def test_accumulating_and_clipping_by_lightning_are_refused_under_manual_optimization() -> None:
-    module = zoo.make_module("mlp")
-    module.automatic_optimization = False
-    for options in ({"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}):
-        with pytest.raises(MisconfigurationException, match="manual optimization"):
-            harness.trainer_of(ours(), **options).fit(module, harness.loader(zoo.make_batches("mlp", 1)))

@@ -11,7 +11,6 @@ import pytest
 import small_net
 import torch
 import torch.fx
-import transformers
 import zoo
 from harness import Result, assert_same, ours, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -96,23 +95,6 @@ def test_scripted_modules_are_refused_on_gpus() -> None:
         refuse_scripted(module, "cuda")
 
 
-@pytest.mark.parametrize("kind", [nn.LazyLinear, nn.LazyBatchNorm1d])
-def test_lazy_modules_are_refused_until_they_have_values(kind: Any) -> None:
-    def configure_model(self: Net) -> None:
-        self.extra = made(lambda: kind(WIDTH) if kind is nn.LazyLinear else kind())
-
-    def called(self: Net) -> None:
-        configure_model(self)
-        with torch.no_grad():
-            self(torch.ones(2, 8))
-
-    methods = {"configure_model": configure_model, "middle": lambda self, h: self.extra(h)}
-    with pytest.raises(MisconfigurationException, match=r"'extra.weight'.*of a lazy module that has not been called"):
-        train(ours(), methods)
-    if kind is nn.LazyLinear:  # the other one has statistics, which parts of a batch change
-        check(methods | {"configure_model": called})
-
-
 # ---------------------------------------------------------------------------------------------- tensors that are sparse
 
 
@@ -190,21 +172,3 @@ def test_transforms_of_parameters_between_layers(kind: str) -> None:
 
 
 # ------------------------------------------------------------------------------------- keys that layers share
-
-
-SHARING = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
-    "pad_token_id": 0,
-}  # fmt: skip
-
-
-def test_keys_and_values_that_layers_share() -> None:
-    if not hasattr(transformers, "Gemma4ForCausalLM"):
-        pytest.skip(f"transformers {transformers.__version__} has no Gemma4")
-    config = transformers.Gemma4TextConfig(**SHARING, global_head_dim=16)
-    module = zoo.modules.CausalLM(made(lambda: transformers.Gemma4ForCausalLM(config)))
-    ids = torch.randint(9, 60, (4, 12))
-    batches = [{"input_ids": ids, "labels": ids.clone()}]
-    assert_same(run("auto", module, batches), run(ours(num_microbatches=2), module, batches, devices=2))

@@ -31,8 +31,7 @@ def largest(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "devices"),
-    [("llama", True, 2), ("qwen3_moe", False, 2), ("gpt_oss", False, 1)],
+    ("name", "lora", "devices"), [("llama", True, 2), ("qwen3_moe", False, 2), ("gpt_oss", False, 1)]
 )
 def test_blocks_that_do_not_fit_are_cut(
     name: str, lora: bool, devices: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -64,18 +63,10 @@ def test_parts_that_do_not_fit_are_cut_on() -> None:
     assert inner == [*PARTS[:3], "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (None, r"mlp\.experts' is too large.*'gate_up_proj' \(4 x 32 x 32, all experts in one tensor"),
-        (["GptOssMLP"], r"mlp' is too large.*layers= names it as a whole.*name smaller modules in layers="),
-    ],
-)
-def test_what_cannot_be_cut_is_named(layers: list[str] | None, message: str) -> None:
-    module = zoo.make_module("gpt_oss")
-    budget = arenas(module.model.model.layers[0].mlp.experts) // 2 - 1
-    with pytest.raises(ValueError, match=rf"(?s){message}"):
-        run(ours(num_microbatches=3, memory_budget=budget, layers=layers), module, zoo.make_batches("gpt_oss"))
+def test_a_plan_that_lacks_calls_because_layers_are_cut_says_so() -> None:
+    options = {"plan": "forward 0-2; fused 3-5; backward 0-2; round 2", "emulation": {"memory": "160KB"}}
+    with pytest.raises(ValueError, match=r"is due\..* layers are cut here: model\.model\.layers\.\* into self_attn"):
+        run(ours(num_microbatches=4, **options), zoo.make_module("llama"), zoo.make_batches("llama"), devices=2)
 
 
 def test_the_plan_command_cuts_what_training_cuts() -> None:

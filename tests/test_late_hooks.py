@@ -11,7 +11,6 @@ import pytest
 import torch
 import zoo
 from harness import Result, assert_same, ours, run
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
@@ -134,11 +133,6 @@ def assert_alike(plain: Result, other: Result) -> None:
 @pytest.mark.parametrize("register", LATE)
 def test_what_is_registered_between_batches_runs(register: Register) -> None:
     assert_alike(*both(register, 3))
-
-
-def test_with_staleness_it_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"staleness=1.*'model\.head\.weight' has a hook"):
-        both(doubled, 3, staleness=1)
 
 
 class Within(Recorded):

@@ -24,19 +24,11 @@ LAYERS: list[set[str]] = [
     {"user_code"},
     {"updates"},
     {"engine"},
-    {
-        "precision",
-    },
+    {"precision"},
     {"reports", "trainer"},
     {"strategy"},
     {"pytorch_lightning"},
-    {
-        "callbacks",
-        "tasks",
-        "data",
-        "overrides",
-        "export",
-    },
+    {"callbacks", "tasks", "data", "overrides", "export"},
     {"train", "commands"},
 ]
 STRANGERS = {"devices", "planning", "model", "optim", "machines"}

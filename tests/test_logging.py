@@ -136,24 +136,3 @@ class Metrics(Logs):
 def test_metric_objects(devices: int, window: int) -> None:
     """Each batch updates them once, in order. A step's value is that of its batch."""
     assert_plain(devices, Metrics, batches, accumulate_grad_batches=window, max_epochs=2)
-
-
-class Hooked(Logs):
-    def step(self, loss: Tensor, logits: Tensor, batch: zoo.Batch, batch_idx: int) -> None:
-        self.log("loss", loss)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.log("before", float(batch_idx))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("after", outputs["loss"])
-
-    def on_train_epoch_end(self) -> None:
-        self.log("end", 1.0)
-
-
-@DEVICES
-@WINDOWS
-def test_logging_in_hooks(devices: int, window: int) -> None:
-    """Values of ``training_step`` are in ``callback_metrics`` from ``on_train_batch_end`` on."""
-    assert_plain(devices, Hooked, batches, accumulate_grad_batches=window)

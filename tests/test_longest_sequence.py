@@ -73,11 +73,7 @@ def train(kind: str, lora: bool, length: int, workers: int, **options: Any) -> d
 
 @pytest.mark.parametrize(
     ("kind", "lora", "tile"),
-    [
-        ("llama", False, None),
-        ("qwen3", False, TILE),
-        pytest.param("qwen3_moe", True, TILE, marks=pytest.mark.slow),
-    ],
+    [("llama", False, None), ("qwen3", False, TILE), pytest.param("qwen3_moe", True, TILE, marks=pytest.mark.slow)],
 )
 def test_calls_take_what_is_estimated(kind: str, lora: bool, tile: int | None, tmp_path: Path) -> None:
     shape = shape_of(kind, lora, tmp_path)
@@ -106,11 +102,7 @@ def fits(*case: Any, **options: Any) -> bool:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "lora", "tile", "workers"),
-    [
-        ("llama", True, None, 2),
-        ("qwen3", False, None, 1),
-        ("qwen3_moe", True, TILE, 1),
-    ],
+    [("llama", True, None, 2), ("qwen3", False, None, 1), ("qwen3_moe", True, TILE, 1)],
 )
 def test_the_longest_sequence_is_what_trains(
     kind: str, lora: bool, tile: int | None, workers: int, tmp_path: Path

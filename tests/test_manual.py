@@ -347,13 +347,6 @@ def test_nothing_is_left_of_a_step() -> None:
 # ------------------------------------------------------------------------------------------------------ what it cannot
 
 
-def _stepped_between(self: Any, optimizer: Any, batch: Tensor) -> Any:
-    loss, other = self.losses(batch)
-    self.manual_backward(loss, retain_graph=True)
-    optimizer.step()
-    self.manual_backward(other)
-
-
 def _written_between(write: Callable[[nn.Parameter], None]) -> Any:
     def step(self: Any, optimizer: Any, batch: Tensor) -> None:
         loss, _ = self.losses(batch)
@@ -364,30 +357,14 @@ def _written_between(write: Callable[[nn.Parameter], None]) -> Any:
     return step
 
 
-def _twice(self: Any, optimizer: Any, batch: Tensor) -> Any:
-    loss, other = self.losses(batch)
-    self.manual_backward(loss)
-    self.manual_backward(other)
-
-
 def _kept(self: Any, optimizer: Any, batch: Tensor) -> Any:
     self.hidden = getattr(self, "hidden", 0) + self.trunk(batch)
     self.manual_backward(self.hidden.square().mean())
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a step between a call and its backward": (_stepped_between, "were written to .*before the step"),
     "an unseen write between them": (_written_between(_unseen), "were written to"),
-    "a second backward": (_twice, "retain_graph=True"),
     "a tensor of the batch before": (_kept, "Detach what is kept"),
-    "create_graph": (
-        lambda self, optimizer, batch: self.manual_backward(self.losses(batch)[0], create_graph=True),
-        r"backward\(create_graph=True\) is not supported",
-    ),
-    "inputs": (
-        lambda self, optimizer, batch: self.losses(batch)[0].backward(inputs=[self.scale]),
-        r"backward\(inputs=...\) is not supported",
-    ),
     "torch.autograd.grad": (
         lambda self, optimizer, batch: torch.autograd.grad(self.losses(batch)[0], self.trunk[1].out.weight),
         "autograd.grad",

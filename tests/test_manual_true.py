@@ -5,8 +5,6 @@ What it is compared with is plain Lightning in fp32 whose modules cast their par
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -14,7 +12,7 @@ import pytest
 import test_manual
 import torch
 import torch.nn.functional as F
-from harness import SaveAt, assert_identical, assert_same, ours
+from harness import assert_same, ours
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -189,14 +187,3 @@ def test_losses_are_scaled(scale: float, rounding: int) -> None:
     assert_same(plain, result, rtol=rounding * harness.RTOL, atol=rounding * harness.ATOL)
     assert plugin.scaler is not None and plugin.scaler.state_dict() == scaler.state_dict()
     assert plugin.scaler.get_scale() != scale
-
-
-def test_resuming_goes_on_to_the_bit(tmp_path: Path) -> None:
-    step, make = test_manual.WAYS["a shared trunk"]
-    torch.manual_seed(2)
-    module, path = Manual(step, make), tmp_path / "at.ckpt"
-    whole, rest = (
-        test_manual.run(ours(), module, test_manual.samples(1) * 6, precision="bf16-true", **options)
-        for options in ({"callbacks": [SaveAt(3, path)]}, {"fit": {"ckpt_path": path}})
-    )
-    assert_identical(replace(whole, logged=None, metrics={}), replace(rest, logged=None, metrics={}))

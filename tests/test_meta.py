@@ -61,10 +61,7 @@ def test_weights_are_put_into_it(tmp_path: Path) -> None:
     assert_same(run("auto", usual, batches), found)
 
 
-BUILDS: dict[str, Build] = {
-    "meta": lambda module: on_meta("gpt2"),
-    "empty": lambda module: empty(module, "gpt2"),
-}
+BUILDS: dict[str, Build] = {"meta": lambda module: on_meta("gpt2"), "empty": lambda module: empty(module, "gpt2")}
 
 
 def empty(module: pl.LightningModule, name: str) -> nn.Module:
@@ -85,11 +82,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "precision"),
-    [
-        ("empty", "32-true"),
-        pytest.param("meta", "bf16-true", marks=pytest.mark.slow),
-    ],
+    ("how", "precision"), [("empty", "32-true"), pytest.param("meta", "bf16-true", marks=pytest.mark.slow)]
 )
 def test_a_checkpoint_is_loaded_into_it(how: str, precision: str, checkpoint: Path) -> None:
     batches = zoo.make_batches("gpt2", 3)

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import loader
-from plain_oracle import PLAIN, assert_equal, assert_plain, kept, on_devices, train
+from plain_oracle import assert_equal, assert_plain, kept, on_devices
 from torch import Tensor, nn
 
 DEVICES = on_devices(2)
@@ -155,16 +155,7 @@ class Left(Net):
         self.log("left", float(self.index))
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        RunningMeanInBuffer,
-        BuffersByOutAndView,
-        Outputs,
-        Initializing,
-        Left,
-    )
-}
+KINDS = {kind.__name__: kind for kind in (RunningMeanInBuffer, BuffersByOutAndView, Outputs, Initializing, Left)}
 KINDS |= {kind.__name__: lambda kind=kind: Net(kind) for kind in (InitializingBlock, AveragingBlock)}  # type: ignore
 
 
@@ -218,12 +209,3 @@ class GlobalState(Net):
 def test_without_overlap(devices: int, window: int, kind: type[Net]) -> None:
     """``overlap=False``: one microbatch after another, whole. Then state that microbatches share is exact, too."""
     assert_plain(devices, kind, batches, accumulate_grad_batches=window, options={"overlap": False})
-
-
-@DEVICES
-def test_last_microbatch_is_left(devices: int) -> None:
-    """After training, attributes are as the last batch has left them, and what it has added is on the module."""
-    record = train(devices, Left, batches, accumulate_grad_batches=4)
-    assert (record.module.index, record.module.text, record.module.blocks[0].last_index) == (10, "batch 10", 10)
-    plain = train(PLAIN, Left, batches, accumulate_grad_batches=4)
-    assert_equal(plain.module.rows, record.module.rows, "rows")

@@ -136,9 +136,3 @@ def test_weights_whose_backward_is_still_to_come_are_refused() -> None:
     module = Late(zoo.make_module("mlp").model)
     with pytest.raises(RoundPipeError, match=r"'model\.head' were written to within training_step, after a call"):
         run(ours(num_microbatches=1), module, zoo.make_batches("mlp"))
-
-
-@pytest.mark.parametrize(("update", "order"), [("write data", "stu"), ("state", "ust")])
-def test_with_several_microbatches_it_is_refused(update: str, order: str) -> None:
-    with pytest.raises(RoundPipeError, match=r"written to within|writes to .* while microbatches compute"):
-        run(ours(num_microbatches=2), built(update, order), zoo.make_batches("mlp", samples=8), devices=2)

@@ -41,13 +41,6 @@ class FilledInStep(zoo.PlainClassifier):
         return super().training_step(batch, batch_idx)
 
 
-class FilledBetween(zoo.PlainClassifier):
-    roundpipe_passive_hooks = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.model.blocks[1].scale.mul_(1.2)  # type: ignore[union-attr, index, operator]
-
-
 class DataBetween(zoo.PlainClassifier):
     """Writes as code of averaged models does, which increments no version."""
 
@@ -69,7 +62,6 @@ class ReplacedBetween(zoo.PlainClassifier):
 
 CASES: dict[str, tuple[type[zoo.PlainClassifier], type[Block]]] = {
     "a buffer in the step": (FilledInStep, Scaled),
-    "a buffer between steps": (FilledBetween, Scaled),
     "a buffer's data between steps": (DataBetween, Scaled),
     "another buffer": (ReplacedBetween, Scaled),
 }
@@ -131,10 +123,7 @@ def refilled(
             if parts
             else batch
         )
-    trainer(
-        strategy,
-        devices=devices,
-    ).fit(module, data)  # type: ignore[arg-type]
+    trainer(strategy, devices=devices).fit(module, data)  # type: ignore[arg-type]
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 

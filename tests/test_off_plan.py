@@ -6,13 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import peft
 import pytest
-import stress
 import torch
 import torch.nn.functional as F
-import transformers
-from harness import assert_identical, assert_same, ours, run
+from harness import assert_same, ours, run
 from torch import Tensor, nn
 
 Batch = dict[str, Any]
@@ -54,10 +51,7 @@ class Module(pl.LightningModule):
 def data(count: int = 9) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     return [
-        {
-            "x": torch.randn(8, 8, generator=generator),
-            "y": torch.randint(3, (8,), generator=generator),
-        }
+        {"x": torch.randn(8, 8, generator=generator), "y": torch.randint(3, (8,), generator=generator)}
         for _ in range(count)
     ]
 
@@ -112,72 +106,9 @@ def test_the_next_batches_are_learned_until_a_plan_has_the_calls() -> None:
     assert all(slot["round"] >= 0 for slot in result.report["slots"]), "the plan has them"
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_same_bits_whatever_runs_beside(staleness: int) -> None:
-    """With dropout in the layers; an update that comes too early shows, and so does one that reads too late."""
-    module = Module(STEPS["a head for each batch"], drop=0.3)
-    one, other, hard = (
-        run(
-            ours(num_microbatches=4, staleness=staleness, emulation=emulation, watchdog_timeout=stress.WATCHDOG),
-            module,
-            data(),
-            devices=devices,
-        )
-        for devices, emulation in ((1, {}), (3, {}), (3, HARD | {"bandwidth": 1e6}))
-    )
-    assert_identical(one, other)
-    assert_identical(one, hard)
-
-
-def for_some_samples(module: Any, batch: Batch, index: int) -> Tensor:
-    logits = module.model(batch["x"])
-    chosen = batch["chosen"] > 0.5
-    if chosen.any():
-        logits = torch.where(chosen[:, None], module.model(batch["x"], head=2), logits)
-    return cross_entropy(logits, batch)
-
-
-def test_some_microbatches_leave() -> None:
-    batches = data(4)
-    for batch in batches:
-        batch["chosen"] = torch.zeros(8)
-    batches[2]["chosen"][[1, 6]] = 1.0
-    module = Module(for_some_samples)
-    result = run(ours(num_microbatches=4, emulation=HARD), module, batches, devices=2)
-    assert_same(run("auto", module, batches), result)
-
-
 def test_a_given_plan_is_kept() -> None:
     module, plan = Module(STEPS["a head for each batch"]), "forward 0-1; fused 2-4; backward 0-1; round 2"
     result = run(ours(num_microbatches=4, plan=plan), module, data(4), devices=2)
     assert_same(run("auto", module, data(4)), result)
     assert result.report is not None
     assert result.report["plan"].startswith("forward 0-1; fused 2-4")
-
-
-def with_a_late_reference(module: Any, batch: Batch, index: int) -> Tensor:
-    """The adapters' layers are called without them from the fourth window on."""
-
-    def margin() -> Tensor:
-        both = torch.cat([batch["x"], batch["x"].flip(1)])
-        found: Tensor = module.model(input_ids=both).logits.log_softmax(-1).gather(-1, both[..., None]).sum((1, 2))
-        return found[: len(batch["x"])] - found[len(batch["x"]) :]
-
-    margins = margin()
-    if index >= 12:
-        with torch.no_grad(), module.model.disable_adapter():
-            reference = margin()
-        margins = margins - reference
-    return -F.logsigmoid(0.1 * margins).mean()
-
-
-def test_adapters_are_switched_off() -> None:
-    module, generator = Module(with_a_late_reference), torch.Generator().manual_seed(1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
-        module.model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    batches = [{"x": torch.randint(32, (2, 6), generator=generator)} for _ in range(24)]
-    options = {"accumulate_grad_batches": 4}
-    assert_same(run("auto", module, batches, **options), run(ours(), module, batches, devices=2, **options))

@@ -7,52 +7,13 @@ import time
 import harness
 import pytest
 import torch
-import torch.nn.functional as F
 import zoo
-from harness import assert_identical, assert_same, by_hand, ours, run
+from harness import assert_same, by_hand, ours, run
 from torch import Tensor, nn
 
 import lightning_roundpipe.strategy
 from lightning_roundpipe.engine import planner
 from lightning_roundpipe.planning.schedule import Plan
-
-
-class RandomDrop(zoo.MLP):
-    """Layer drop as models have it: the code between the layers draws, and so do some of the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.up = nn.Sequential(block.up, nn.Dropout(0.2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            if torch.rand(()) < 0.6:
-                h = F.dropout(block(h), 0.1)
-        return self.head(h)
-
-
-def test_random_layer_drop_does_not_depend_on_workers_or_plan() -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        module = zoo.PlainClassifier(RandomDrop())
-    batches = zoo.make_batches("mlp", 5)
-    reference = run(ours(num_microbatches=4), module, batches, devices=1)
-    assert reference.report is not None
-    assert not reference.report["profiled"]
-    assert _forwards(reference) < 4 * 6, "no block was left out in the last step"
-    n = harness.call_count(reference.report["plan"])
-    assert n == 6
-    for devices, plan in ((4, None), (2, harness.halves(n, 2))):
-        assert_identical(
-            reference, run(ours(num_microbatches=4, plan=plan), module, batches, devices=devices), rng=True
-        )
-
-
-def _forwards(result: harness.Result) -> int:
-    assert result.report is not None
-    return sum(event["kind"] == "forward" for event in result.report["events"])
 
 
 class NormedTwice(nn.Module):

@@ -124,14 +124,7 @@ def test_did_you_mean(
 # -- going on ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/my work/x.ckpt",
-        "/it's/x (1).ckpt",
-        "/a=b,c/[x]{y}.ckpt",
-    ],
-)
+@pytest.mark.parametrize("path", ["/my work/x.ckpt", "/it's/x (1).ckpt", "/a=b,c/[x]{y}.ckpt"])
 def test_any_path_survives_the_shell_and_hydra(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/roundpipe-train"])
     given = ["experiment=tiny", "ckpt_path=old.ckpt", "hydra.run.dir=here", "prompt='What is it?'", "~logger"]

@@ -99,17 +99,13 @@ def test_equals_lightnings(options: dict[str, Any], blocking: bool) -> None:
 def test_in_parts() -> None:
     """As plain Lightning with a loader of the parts: each part's gradient is rounded, and may overflow, by itself."""
     parts = [part for batch in BATCHES for part in harness.split(batch, 3)]
-    expected, result = (
-        plain(parts, accumulate_grad_batches=3),
-        train(strategy={"num_microbatches": 3}),
-    )
+    expected, result = (plain(parts, accumulate_grad_batches=3), train(strategy={"num_microbatches": 3}))
     assert state(result) == state(expected)
     assert_tensors_same(expected.state, result.state)
 
 
 @pytest.mark.parametrize(
-    ("precision", "staleness", "done"),
-    [("16-mixed", 0, 6), ("16-mixed", 1, 10), ("16-true", 0, 4)],
+    ("precision", "staleness", "done"), [("16-mixed", 0, 6), ("16-mixed", 1, 10), ("16-true", 0, 4)]
 )
 def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int, tmp_path: Path) -> None:
     """Between the steps after which the factor grows or was halved, and after these."""

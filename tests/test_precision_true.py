@@ -79,12 +79,7 @@ def _untie(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "devices", "microbatches"),
-    [
-        ("gpt2", False, 1, 3),
-        ("qwen3", True, 2, 3),
-        ("mlp", False, 2, 4),
-    ],
+    ("name", "lora", "devices", "microbatches"), [("gpt2", False, 1, 3), ("qwen3", True, 2, 3), ("mlp", False, 2, 4)]
 )
 def test_equals_a_loop_by_hand(name: str, lora: bool, devices: int, microbatches: int) -> None:
     module, batches = zoo.make_module(name, lora), zoo.make_batches(name, 4)
@@ -196,13 +191,6 @@ def test_user_code_that_reads_parameters(by_default: bool) -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.parametrize("staleness", [1])
-def test_results_do_not_depend_on_workers(staleness: int) -> None:
-    options = {"staleness": staleness}
-    results = [train(Parts(), parts_batches(5), devices=n, strategy_options=options) for n in (1, 3)]
-    assert_identical(*results)
-
-
 def test_evaluation_equals_lightnings() -> None:
     """Where no master is updated the numbers are the same, those of `generate` too; a mean of parts rounds."""
 
@@ -243,19 +231,6 @@ def test_resuming_goes_on_bit_for_bit(born_low: bool, staleness: int, tmp_path: 
     resumed = train(fresh(), batches, fit={"ckpt_path": path}, **options)
     whole.losses, whole.grads = whole.losses[3:], whole.grads[3:]
     assert_identical(whole, resumed)
-
-
-@pytest.mark.parametrize(("before", "after"), [("ours", "32-true"), ("bf16-true", "ours")])
-def test_checkpoints_cross_over(before: str, after: str, tmp_path: Path) -> None:
-    def go_on(kind: str, **options: Any) -> Result:
-        if kind == "ours":
-            return train(Parts(), parts_batches(1) * 4, **options)
-        return run("auto", Parts(), parts_batches(1) * 4, precision=kind, **options)
-
-    expected = go_on(before, callbacks=[SaveAt(2, tmp_path / "at.ckpt")])
-    result = go_on(after, fit={"ckpt_path": tmp_path / "at.ckpt"})
-    for one, other in zip(expected.losses[2:], result.losses, strict=True):
-        assert float((one - other).abs()) <= 0.05 * float(one)
 
 
 def test_what_begins_to_be_trained_gets_a_master(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -14,19 +13,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from harness import (
-    Result,
-    arenas_of,
-    assert_identical,
-    assert_same,
-    loader,
-    ours,
-    run,
-    trainer_of,
-)
+from harness import Result, arenas_of, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.uploads import WeightUploads
@@ -123,9 +113,7 @@ def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(n
 
 def with_experts(name: str) -> Task:
     """Beside adapters in attention."""
-    kinds: dict[str, dict[str, int]] = {
-        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
-    }
+    kinds: dict[str, dict[str, int]] = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
     config = AutoConfig.for_model(
         name, vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, initializer_range=0.1, pad_token_id=None,
@@ -232,11 +220,7 @@ def made(name: str) -> pl.LightningModule:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        Own,
-        functools.partial(Own, quantised=False),
-        functools.partial(Own, code=True),
-    ],
+    [Own, functools.partial(Own, quantised=False), functools.partial(Own, code=True)],
     ids=["linear", "not yet quantised", "user code"],
 )
 def test_modules_of_the_users_own(make: Any) -> None:
@@ -351,9 +335,6 @@ def spoiled(kind: str) -> pl.LightningModule:
     if kind == "tied":
         module.into = bnb.nn.Linear4bit(32, 32, bias=False)
         module.into.weight = module.out.weight
-    if kind == "scales":
-        state = module.blocks[1].frozen.weight.quant_state  # type: ignore[union-attr]
-        state.absmax = state.absmax[:3].clone()
     if kind == "no scales":
         module.blocks[1].frozen.weight.quant_state = None  # type: ignore[union-attr]
     if kind == "parametrization":
@@ -361,8 +342,6 @@ def spoiled(kind: str) -> pl.LightningModule:
     if kind == "loaded":  # by torch.load, which gives every parameter the class of plain ones
         frozen: Any = module.blocks[1].frozen
         frozen.weight = nn.Parameter(frozen.weight.data, requires_grad=False)
-    if kind == "gptq":
-        module.into.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))
     if kind == "sixteen":
         module.into = bnb.nn.Linear8bitLt(32, 32, has_fp16_weights=True)
     return module
@@ -375,10 +354,8 @@ def spoiled(kind: str) -> pl.LightningModule:
         ("embedding", "llm_int8_skip_modules"),
         ("tied", "'into' is a layer in four bits whose weight is not quantised.*llm_int8_skip_modules"),
         ("sixteen", "llm_int8_has_fp16_weight=False"),
-        ("gptq", "'into' are quantised by gptq.*BitsAndBytesConfig"),
         ("parametrization", r"unpacks a parameter for each use.*quantize\.from_pretrained"),
         ("loaded", r"'blocks\.1\.frozen' has the dtype torch\.uint8 and is of no class of bitsandbytes"),
-        ("scales", r"'blocks\.1\.frozen' has 3 scales instead of 64.*Copy or download"),
         ("no scales", r"'blocks\.1\.frozen' lacks its scales"),
     ],
 )

@@ -130,6 +130,32 @@ class Distilled(Recipe):
         return loss
 
 
+class Collected(Recipe):
+    """A term over attentions, which transformers collects by hooks inside of layers."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        out = self.net(input_ids=batch["ids"], labels=batch["ids"], output_attentions=True)
+        loss: Tensor = out.loss + sum(attention.square().mean() for attention in out.attentions)
+        self.log("loss", loss)
+        return loss
+
+
+class AdaLora(Recipe):
+    """Ranks depend on gradients and weights after each step."""
+
+    def __init__(self) -> None:
+        ranks = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "total_step": 6, "deltaT": 1}
+        super().__init__(peft.get_peft_model(llama(), peft.AdaLoraConfig(**ranks, target_modules=["q_proj", "v_proj"])))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(input_ids=batch["ids"], labels=batch["ids"]).loss
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.net.base_model.update_and_allocate(self.trainer.global_step)  # type: ignore[union-attr, operator]
+
+
 class Images(Recipe):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss: Tensor = self.net(**batch).loss
@@ -246,6 +272,8 @@ RECIPES: dict[str, tuple[Callable[[], Recipe], Callable[..., Batch]]] = {
     "DPO, reference model": (lambda: Preferences(llama(), llama()), pairs),
     "GRPO, generate in the step": (lambda: Rewarded(llama(), llama()), plain_ids),
     "distillation": (lambda: Distilled(llama(), llama(hidden_size=2 * SIZE["hidden_size"])), plain_ids),
+    "attentions": (lambda: Collected(llama(attn_implementation="eager")), plain_ids),
+    "AdaLoRA": (AdaLora, plain_ids),
     "Qwen2.5-VL": (lambda: Images(qwen()), images),
     "linear_cross_entropy": (lambda: OfTheHead(llama(), F.linear_cross_entropy), plain_ids),
     "a fused loss": (lambda: OfTheHead(llama(), fused), plain_ids),

@@ -1,4 +1,4 @@
-"""A thousand steps leave no more behind than ten."""
+"""Hundreds of steps leave no more behind than ten."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ import torch
 import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-STEPS = 1000
+STEPS = 300
 EARLY = 10
 EVERY = 3
 """Steps between validations, and between checkpoints: by step 10 all that Lightning keeps of them is there."""
 
-MEMORY_TOLERANCE = 24 * 2**20
-"""Bytes of host memory that the allocators of Python and C may keep without anybody holding them: less than 8 KiB for
-each microbatch of the thousand steps, which is a boundary tensor or two of this model."""
+MEMORY_TOLERANCE = 16 * 2**20
+"""Bytes of host memory that the allocators of Python and C may keep without anybody holding them."""
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Watch(pl.Callback):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux shows in /proc")
-def test_a_thousand_steps(tmp_path: Path) -> None:
+def test_hundreds_of_steps(tmp_path: Path) -> None:
     watch = Watch()
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=EVERY, save_top_k=1, monitor="train/loss_step")
     trainer = harness.trainer_of(

@@ -68,3 +68,17 @@ def test_in_the_batch(layout: str) -> None:
     assert_same(run("auto", module, batches), run(ours(), module, batches, devices=2))
     with pytest.raises(ValueError, match=r"batch\['words'\] is a sparse tensor"):
         run(ours(num_microbatches=2), module, batches, devices=2)
+
+
+def test_gradients_of_an_embedding() -> None:
+    """They are dense here; few optimizers take sparse ones."""
+    model = torch.nn.Sequential(torch.nn.Embedding(24, 6, sparse=True), torch.nn.Linear(6, 5))
+    module = zoo.PlainClassifier(model)
+    module.make_optimizer = lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)
+    batches = [{"x": torch.arange(4) + i, "y": torch.arange(4) % 5} for i in range(4)]
+    options = {"accumulate_grad_batches": 2}
+    plain, result = (
+        run("auto", module, batches, watch=False, **options),
+        run(ours(), module, batches, devices=2, watch=False, **options),
+    )
+    assert_same(plain, result)

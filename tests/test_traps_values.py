@@ -61,6 +61,19 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[2](z + y)
 
 
+@trap("outputs in the hands of torch.func, operators by name, TorchScript and DLPack")
+def _(net: Any, h: Tensor) -> Tensor:
+    y = net.blocks[0](h)
+    z = net.blocks[1](y)
+    found = torch.func.vmap(lambda row: (row * row).mean())(y)[:, None] + torch.ops.aten.mean.dim(y, [1], True)
+    return net.blocks[2](z) + found + scripted_mean(y) + torch.from_dlpack(y.detach()).mean(1, keepdim=True)
+
+
+@torch.jit.script
+def scripted_mean(h: Tensor) -> Tensor:
+    return h.sin().mean(1, keepdim=True)
+
+
 def writes_to_its_input(self: Any, x: Tensor) -> Tensor:
     x[:, :4].mul_(0.7)
     return self.other(torch.tanh(x))

@@ -31,10 +31,7 @@ def fit(module: Any, plan: str | None, devices: int = 2, **options: Any) -> Resu
 def unpackings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often weights were unpacked: of linear layers to be kept, of experts in any case."""
     found: Counter[str] = Counter()
-    places = {
-        "dense": (unpacked, "unpack"),
-        "experts": (quantize_experts, "_unpack"),
-    }
+    places = {"dense": (unpacked, "unpack"), "experts": (quantize_experts, "_unpack")}
 
     def counting(kind: str, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def unpack(*args: Any, **kwargs: Any) -> Tensor:

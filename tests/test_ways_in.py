@@ -51,10 +51,7 @@ def test_lightning_cli(tmp_path: Path) -> None:
                 init_args: {num_microbatches: 3, memory_budget: 1MiB, emulation: {memory: 4MiB}}
             """)
     )
-    ways: list[list[str]] = [
-        ["--trainer.strategy=roundpipe", "--trainer.devices=2"],
-        [f"--config={config}"],
-    ]
+    ways: list[list[str]] = [["--trainer.strategy=roundpipe", "--trainer.devices=2"], [f"--config={config}"]]
     for way in ways:
         own = fitted(*way)
         report = own.trainer.strategy.report()

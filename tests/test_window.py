@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from harness import ours, quiet, trainer_of
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from plain_oracle import PLAIN, Record, assert_equal, assert_plain, differences, kept, on_devices, train
@@ -36,25 +35,19 @@ class Net(pl.LightningModule):
     Args:
         skipped: batches of which ``training_step`` returns None.
         fails: the call of ``training_step`` that raises.
-        ends_epoch, stops: the batch whose start ends the epoch, and the one whose end stops training.
+        stops: the batch whose end stops training.
     """
 
     calls: list[Any]
 
     def __init__(
-        self,
-        adam: bool = False,
-        norm: bool = False,
-        skipped: tuple[int, ...] = (),
-        fails: int = 0,
-        ends_epoch: int = -1,
-        stops: int = -1,
+        self, adam: bool = False, norm: bool = False, skipped: tuple[int, ...] = (), fails: int = 0, stops: int = -1
     ) -> None:
         super().__init__()
         self.blocks, self.head = nn.Sequential(*[Block(norm) for _ in range(4)]), nn.Linear(6, 3)
         self.mean, self.by_hand = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
         self.to(torch.float64)
-        self.adam, self.skipped, self.fails, self.ends_epoch, self.stops = adam, skipped, fails, ends_epoch, stops
+        self.adam, self.skipped, self.fails, self.stops = adam, skipped, fails, stops
         self.count, self.tag, self.moved = 0, -1, {}  # type: ignore[var-annotated]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,9 +77,8 @@ class Net(pl.LightningModule):
             return None
         return {"loss": loss, "batch_idx": batch_idx, "twice": 2 * loss.detach(), "name": f"batch {batch_idx}"}
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.log("started", float(batch_idx), on_step=True)
-        return -1 if batch_idx == self.ends_epoch else None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("ended", float(batch_idx), on_step=True, on_epoch=True)
@@ -215,9 +207,9 @@ def test_windows_of_one_batch_are_pointed_out(
 class Alternating(Net):
     """Trains the head in every other batch, as adapters are trained that ``training_step`` switches."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.requires_grad_(True)
-        return super().on_train_batch_start(batch, batch_idx)
+        super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.head.requires_grad_(batch_idx % 2 == 0)
@@ -328,15 +320,6 @@ def test_stop_inside_a_window(devices: int) -> None:
     """``should_stop`` ends training after the same batch, though later ones were begun."""
     plain, other = assert_window(devices, lambda: Net(stops=5))
     assert len(plain.of("on_train_batch_end")) == len(other.of("on_train_batch_end")) == 6
-
-
-def test_batch_skipped_inside_a_window() -> None:
-    """``on_train_batch_start`` cannot end an epoch inside a window, whose batches have begun; the error says so."""
-    record = train(PLAIN, lambda: Net(ends_epoch=5), loader, accumulate_grad_batches=WINDOW)
-    assert len(record.of("on_train_batch_end")) == 5
-    trainer = trainer_of(ours(), devices=2, accumulate_grad_batches=WINDOW)
-    with quiet(), pytest.raises(RuntimeError, match="on_train_batch_start"):
-        trainer.fit(Net(ends_epoch=5), loader())
 
 
 # -------------------------------------------------------------------------------------------------------------- loaders

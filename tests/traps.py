@@ -126,7 +126,8 @@ class Traps:
         """After a first window that learns, a plan that recomputes the first calls and keeps the graphs of others."""
         kind = self.equal[name]
         plain = run("auto", self.build(kind), **windows())
-        assert_same(plain, run(strategy(plan=halves(kind.calls)), self.build(kind), devices=2, **windows()))
+        chosen = strategy(plan=halves(kind.calls), emulation={"poison": True})
+        assert_same(plain, run(chosen, self.build(kind), devices=3, **windows()))
 
     def check_refused(self, name: str) -> None:
         kind, error = self.refused[name]

@@ -24,11 +24,7 @@ from typing import Any
 from lightning_roundpipe.planning.schedule import Plan
 
 COMPUTE = ("forward", "recompute", "backward")
-KINDS = {
-    "forward": {"forward"},
-    "fused": {"forward", "backward"},
-    "backward": {"recompute", "backward"},
-}
+KINDS = {"forward": {"forward"}, "fused": {"forward", "backward"}, "backward": {"recompute", "backward"}}
 OFF_PLAN = -1
 """The slot of a call that the plan does not have."""
 Row = Mapping[str, Any]

@@ -45,13 +45,7 @@ def expected(name: str, lora: bool, microbatches: int, samples: int = 6) -> Resu
 
 
 def train(
-    name: str,
-    lora: bool,
-    devices: int,
-    samples: int = 6,
-    precision: str = "32-true",
-    window: int = 1,
-    **options: Any,
+    name: str, lora: bool, devices: int, samples: int = 6, precision: str = "32-true", window: int = 1, **options: Any
 ) -> Result:
     """Train with the strategy, on windows of parts or, with ``num_microbatches``, on batches that it cuts."""
     given = module(name, lora)

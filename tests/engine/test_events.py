@@ -8,7 +8,7 @@ from harness import ours, run
 from patience import longer_each_try
 
 from lightning_roundpipe.devices import Event
-from lightning_roundpipe.engine.events import EventSource, Recorder, bubble_percent
+from lightning_roundpipe.engine.events import Recorder, bubble_percent
 
 
 class At(Event):
@@ -24,20 +24,6 @@ class At(Event):
 
     def time(self) -> float:
         return self.seconds
-
-
-def test_rows_are_sorted_and_count_from_the_origin() -> None:
-    recorder = Recorder()
-    where = EventSource(slot=4, phase="fused", call=2, layer="head")
-    recorder.add("backward", 1, At(12.0), At(13.5), 3, 0, where)
-    recorder.add("upload_weights", 0, At(10.0), At(11.0), nbytes=64)
-    first, second = recorder.rows(11.0)
-    assert (first["kind"], first["start_s"], first["end_s"], first["nbytes"]) == ("upload_weights", -1.0, 0.0, 64)
-    assert (first["slot"], first["call"], first["microbatch"]) == (-1, -1, -1)
-    assert second == {
-        "kind": "backward", "phase": "fused", "worker": 1, "slot": 4, "call": 2, "layer": "head", "microbatch": 3,
-        "nbytes": 0, "start_s": 1.0, "end_s": 2.5,
-    }  # fmt: skip
 
 
 def test_what_a_worker_waited_before_the_step_began_is_no_stall_of_it() -> None:

@@ -38,12 +38,3 @@ def test_retries_of_a_step_are_reported_with_the_remedy(gpus: list[CudaDevice]) 
     text = " ".join(str(report).split())
     assert "6 allocations tried again" in text
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
-
-
-def test_a_step_without_retries_gives_no_advice(gpus: list[CudaDevice]) -> None:
-    used = ours(num_microbatches=2, plan=harness.single(6, 2))
-    report = run(used, RetriesIn(1, 2), zoo.make_batches("mlp", 9), devices=2, watch=False).report
-    assert report is not None
-    assert report["alloc_retries"] == [0, 0]
-    assert "tried again" not in str(report)
-    assert "ALLOC_CONF" not in str(report)

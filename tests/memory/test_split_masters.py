@@ -215,24 +215,6 @@ def test_a_resumed_run_is_equal_to_the_bit(precision: str, tmp_path: Path) -> No
     assert torch.equal(values(whole), values(fit(precision, epochs=2, resume=tmp_path / "a.ckpt")))
 
 
-class WritesLate(Net):
-    """Writes to a weight in a training_step behind the first one."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        if index >= 6:
-            with torch.no_grad():
-                self.head.weight.mul_(0.5)
-        return super().training_step(batch, index)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_a_late_write_in_training_step_is_refused(precision: str) -> None:
-    module = WritesLate()
-    with pytest.raises(RoundPipeError, match="write to parameters between steps"):
-        fit(precision, module=module)
-    assert values(module).isfinite().all()
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("looks", [False, True])

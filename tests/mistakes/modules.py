@@ -44,24 +44,6 @@ class Manual(zoo.PlainClassifier):
         self.log("loss", loss)
 
 
-class Wandering(zoo.PlainClassifier):
-    """Calls its blocks in the order that the batch says: 0 as they stand, 1 two exchanged, 2 one left out."""
-
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        order = {0: (0, 1, 2, 3), 1: (0, 2, 1, 3), 2: (0, 1, 3)}[int(batch["order"].max())]
-        h = self.model.stem(batch["x"])
-        for i in order:
-            h = self.model.blocks[i](h)
-        logits = self.model.head(h)
-        return F.cross_entropy(logits, batch["y"]), logits
-
-
-def ordered(*orders: list[int]) -> list[zoo.Batch]:
-    """Batches for :class:`Wandering`, an order for each of six samples."""
-    batches = zoo.make_batches("mlp", len(orders))
-    return [batch | {"order": torch.tensor(order).float()} for batch, order in zip(batches, orders, strict=True)]
-
-
 def returning(change: Any, **options: Any) -> Any:
     """The mistake of returning ``change(loss, batch)`` from ``training_step``."""
 

@@ -219,26 +219,6 @@ def test_schedulers_change_what_comes_next_not_what_was_submitted() -> None:
     train(maker("Adam", tensor), schedule=lambda o: LambdaLR(o, lambda step: 0.7**step))
 
 
-@pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_a_run_goes_on_with_the_other_kernel(cls: str) -> None:
-    """A checkpoint of ours in plain training, and one of plain training here."""
-    options = {"momentum": 0.9} if cls == "SGD" else {}
-    masters, plain = parameters(), parameters()
-    ours, other = (maker(cls, options)(groups_of(ps)) for ps in (masters, plain))
-    for step in range(4):
-        Pieces(ours, masters).step(gradients_of(step, masters))
-        plain_step(other, plain, gradients_of(step, plain))
-    swapped = [maker(cls, options)(groups_of(ps)) for ps in (masters, plain)]
-    swapped[0].load_state_dict(copy.deepcopy(other.state_dict()))
-    swapped[1].load_state_dict(copy.deepcopy(ours.state_dict()))
-    for step in range(4, STEPS):
-        plain_step(swapped[0], masters, gradients_of(step, masters))
-        Pieces(swapped[1], plain).step(gradients_of(step, plain))
-    for master, expected in zip(masters, plain, strict=True):
-        assert_same(master.detach(), expected.detach(), close=True)
-    assert_same(swapped[0].state_dict(), swapped[1].state_dict(), close=True)
-
-
 def hyperparameters(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
     optimizer.param_groups[1].update(lr=0.05, betas=(0.7, 0.8), eps=1e-5, weight_decay=0.3, maximize=True)
 
@@ -287,35 +267,6 @@ def test_what_changes_between_steps_is_seen_to_the_bit(
         for master, expected in zip(masters, plain, strict=True):
             assert_same(master.detach(), expected.detach())
         assert_same(ours.state_dict()["state"], other.state_dict()["state"])
-
-
-class Decaying(Optimizer):
-    """A user's own: a constructor with more arguments, attributes, and marks on the parameters."""
-
-    independent_parameters = True
-
-    def __init__(self, params: Any, lr: float, power: int, tables: dict[str, float]) -> None:
-        super().__init__(params, {"lr": lr})
-        self.power = power
-        self.tables = tables
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                self.state[p] = {"count": self.state[p].get("count", 0) + 1}
-                rate = group["lr"] * self.tables["rate"] * getattr(p, "mark", 1.0)
-                p.sub_(p.grad**self.power, alpha=rate / self.state[p]["count"])
-
-
-def test_a_users_own_optimizer() -> None:
-    def make(groups: list[dict[str, Any]]) -> Optimizer:
-        groups[0]["params"][0].mark = 3.0
-        return Decaying(groups, 0.1, 3, {"rate": 0.5})
-
-    train(make)
 
 
 @pytest.fixture(params=["attribute", "group"])

@@ -6,14 +6,12 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from patience import join, start
 from torch import nn
 
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.updates.grad_readiness import Dropped, GradReadiness
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
 def buckets(count: int) -> list[ParamBucket]:
@@ -40,24 +38,6 @@ def made_slot(index: int, layers: list[Any], sums: Any) -> Slot:
 
 def there(readiness: GradReadiness) -> list[int]:
     return [bucket.index for bucket in readiness.take(wait=False)]
-
-
-def test_a_unit_comes_when_all_slots_that_hold_it_are_closed() -> None:
-    a, b, c = buckets(3)
-    slots = [slot(a), slot(b, c), slot(b), slot(adds=(a,))]
-    readiness = GradReadiness([a, b, c])
-    readiness.expect(slots)
-    readiness.passed(())
-    assert there(readiness) == []
-    readiness.closed(slots[1])
-    assert there(readiness) == [2]
-    readiness.closed(slots[0])
-    assert there(readiness) == []
-    readiness.closed(slots[3])
-    readiness.closed(slots[2])
-    assert there(readiness) == [0, 1]
-    readiness.ended()
-    assert there(readiness) == []
 
 
 class Upload:
@@ -90,18 +70,3 @@ def test_a_unit_is_sent_when_its_uploads_are_over() -> None:
     for each in slots:
         readiness.closed(each)
     assert send() == [b, a] and len(notes) == 5
-
-
-def test_what_has_failed_does_not_come() -> None:
-    readiness = GradReadiness(buckets(1))
-    left: list[bool] = []
-
-    def take() -> None:
-        with pytest.raises(Dropped):
-            readiness.take(wait=True)
-        left.append(True)
-
-    threads = start(take)
-    readiness.fail()
-    join(threads)
-    assert left == [True]

@@ -13,16 +13,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from zoo import language, others, plain, stateful, user_code, vision  # noqa: F401  (they fill the registry)
 from zoo.batches import VOCAB, Batch
-from zoo.modules import (
-    CausalLM,
-    Classifier,
-    HuggingFace,
-    PlainClassifier,
-    Seq2SeqLM,
-    Voting,
-    ZooModule,
-    sgd,
-)
+from zoo.modules import CausalLM, Classifier, HuggingFace, PlainClassifier, Seq2SeqLM, Voting, ZooModule, sgd
 from zoo.plain import MLP, ResidualBlock
 from zoo.registry import BLOCKS, ENTRIES, LORA_SEED, WIDTH, Entry, make, make_batches, make_module
 
