@@ -382,13 +382,23 @@ def test_none_from_training_step(devices: int, skipped: tuple[int, ...]) -> None
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
+class Untransferable(Net):
+    """Batches do not pass the transfer hook from the seventh on."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if len(self.moved.get("RunningStage.TRAINING", [])) == 12:
+            raise ZeroDivisionError
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
+
+FAILURES = {"step 1": lambda: Net(fails=1), "step 7": lambda: Net(fails=7), "transfer": Untransferable}
+
+
 @DEVICES
-@pytest.mark.parametrize("call", [1, 7])
-def test_exception_in_training_step(devices: int, call: int) -> None:
+@pytest.mark.parametrize("make", FAILURES.values(), ids=FAILURES)
+def test_exception_of_user_code(devices: int, make: Callable[[], Net]) -> None:
     """It is raised when Lightning comes to that batch: all before it is as always."""
-    plain, other = (
-        train(d, lambda: Net(fails=call), loader, error=ZeroDivisionError, **FAILING) for d in (PLAIN, devices)
-    )
+    plain, other = (train(d, make, loader, error=ZeroDivisionError, **FAILING) for d in (PLAIN, devices))
     assert_equal(without_attributes(plain), without_attributes(other), "calls")
     assert_equal(plain.lines, other.lines, "logged")
     assert_equal(plain.final["weights"], other.final["weights"], "weights")

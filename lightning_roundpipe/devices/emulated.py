@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from lightning_roundpipe.devices.emulated_link import Delays, Link
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.heap import share_heap
 from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
-from lightning_roundpipe.devices.saved import saved_for_backward
+from lightning_roundpipe.devices.saved import counting_paused_in_transforms, saved_for_backward
 
 ALIGNMENT = 256
 """Bytes. The least alignment of a GPU's allocator, which vectorised kernels rely on."""
@@ -139,8 +139,10 @@ class EmulatedDevice(Device):
         self._switch.check()
         return core_semaphore.HeldCore(self._core_semaphore)
 
-    def process_settings(self) -> AbstractContextManager[None]:
-        return intraop_threads.limit_num_threads()
+    @contextmanager
+    def process_settings(self) -> Iterator[None]:
+        with intraop_threads.limit_num_threads(), counting_paused_in_transforms():
+            yield
 
     def activate(self) -> AbstractContextManager[None]:
         if self._thread_delays is not None:

@@ -10,14 +10,18 @@ gradients. So the hooks make that check, with torch's error message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.ledger import Ledger
+from lightning_roundpipe.devices.process_context import replaced, shared_context
 
 PURPOSE = "saved for backward"
+_autograd: Any = torch._C._autograd
 
 
 class _Saved:
@@ -64,8 +68,6 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
     Args:
         ledger: the device's.
         arenas: keys of storages that are counted already, such as those of weights.
-
-    ``torch.func`` transforms refuse to run inside any saved-tensor hooks, including these.
     """
 
     def pack(tensor: Tensor) -> _Saved | _Uncounted:
@@ -79,3 +81,29 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
         return _Saved(tensor, key, ledger.note)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+@shared_context
+def counting_paused_in_transforms() -> Iterator[None]:
+    """Let transforms of ``torch.func`` that refuse hooks on saved tensors (``grad``) run in `saved_for_backward`.
+
+    What they save is not counted.
+    """
+    real = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disable(message: str) -> Iterator[None]:
+        ours = []
+        if not torch.compiler.is_dynamo_compiling():
+            while (hooks := _autograd._top_saved_tensors_default_hooks(False)) is not None and hooks[1] is _unpack:
+                _autograd._pop_saved_tensors_default_hooks()
+                ours.append(hooks)
+        try:
+            with real(message):
+                yield
+        finally:
+            for hooks in ours:
+                _autograd._push_saved_tensors_default_hooks(*hooks)
+
+    with replaced(torch.autograd.graph, disable_saved_tensors_hooks=disable):
+        yield

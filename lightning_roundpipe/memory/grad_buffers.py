@@ -576,7 +576,8 @@ class DeviceGradSums:
     def __init__(self, host: HostGradSums, segment: Tensor) -> None:
         self.host = host
         self.segment = segment
-        self.views = [s.view(segment) for s in host.layout.segments]
+        with torch.inference_mode(False):  # of the user code that opens the slot, or no backward could write to them
+            self.views = [s.view(segment) for s in host.layout.segments]
         self.present = self.continued(host)
 
     @staticmethod

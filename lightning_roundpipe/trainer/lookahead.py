@@ -11,7 +11,8 @@ batches; the loop receives them later, in order, as if they had just been fetche
 the loaders as of that batch.
 
 These names of Lightning are private: ``_PrefetchDataFetcher``, ``_data_fetcher`` of its loops,
-``LightningModule._on_before_batch_transfer``, ``CombinedLoader._state_dicts`` and ``call._call_strategy_hook``.
+``LightningModule._on_before_batch_transfer`` and ``._current_fx_name``, ``CombinedLoader._state_dicts`` and
+``call._call_strategy_hook``.
 """
 
 from __future__ import annotations
@@ -77,11 +78,14 @@ class LookAhead(_PrefetchDataFetcher):
             if i == len(self.taken):
                 if self.exhausted or self.error is not None:
                     return
+                module = trainer.lightning_module
+                hook = module._current_fx_name
                 try:
                     (batch, index, loader), position = self._fetch()
                     with around():
                         batch = TakenBatch(_transferred(trainer, batch, loader))
                 except Exception as error:
+                    module._current_fx_name = hook  # a transfer hook that fails leaves its own, and the loop goes on
                     self.error = None if isinstance(error, StopIteration) else error
                     return
                 self.taken.append(((batch, index, loader), position))
