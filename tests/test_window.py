@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from harness import ours, quiet, trainer_of
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from plain_oracle import PLAIN, Record, assert_equal, assert_plain, differences, kept, on_devices, train

@@ -45,6 +45,8 @@ class TrackedTensors(AbstractContextManager["TrackedTensors"]):
 class Event(ABC):
     """A point in a stream's work."""
 
+    __slots__ = ()
+
     @abstractmethod
     def wait(self) -> None:
         """Block the calling thread until the stream has reached this point.
