@@ -33,6 +33,7 @@ class Learned:
         trace: the calls that the plan is of.
         read_by_user_code: buckets that user code reads.
         logs_in_backward: whether user code logs in backward.
+        calls_in_backward: whether user code calls layers in backward, as checkpoints around them do.
         in_order: whether microbatches run one after another, without a plan, as what they do depends on their order.
     """
 
@@ -41,6 +42,7 @@ class Learned:
     trace: Trace | None = None
     read_by_user_code: frozenset[ParamBucket] = frozenset()
     logs_in_backward: bool = False
+    calls_in_backward: bool = False
     in_order: bool = False
 
 

@@ -348,8 +348,8 @@ class Engine:
         """Whether a step's backward may go on when its outputs were returned, beside the next step.
 
         Updates must go through the optimizer's thread, and there must be a plan. Each other condition rules out
-        something that the main thread changes meanwhile: attributes of which each microbatch has its own, and the
-        results that logs go to.
+        something that the main thread changes meanwhile: attributes of which each microbatch has its own, the results
+        that logs go to, and the ``forward`` of layers.
         """
         context = self.context
         return (
@@ -357,6 +357,7 @@ class Engine:
             and context.learned.plan is not None
             and not context.shared.put_back
             and not context.learned.logs_in_backward
+            and not context.learned.calls_in_backward
         )
 
     @property

@@ -110,6 +110,7 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
             f"layer {layer.name!r} is called in a backward, which no earlier batch did, while the optimizer may be "
             "changing its weights. Let it be called so from the first batch on."
         )
+    context.learned.calls_in_backward = True
     calls.weights.read.add(layer.bucket)
     made, trace = calls.made.calls, turns.slots.trace
     again = repeated(layer, made, sections.seed_of, draws=layer.index in context.randomness.draws)
