@@ -62,7 +62,7 @@ class PlanShape:
     round_microbatches: int
 
 
-def plan_of(shape: PlanShape, sizes: Sequence[int]) -> Plan:
+def plan_of(shape: PlanShape, sizes: Sequence[int] | Sizes) -> Plan:
     """Return the plan of a row of `Sizes`."""
     starts, ends = _stage_ends(shape.forward, np.array([sizes]))
     spans = [Span(int(start), int(end) - 1) for start, end in zip(starts[0], ends[0], strict=True)]
@@ -197,7 +197,7 @@ class Timing:
         unequal = any(turns is not each[0] for turns in each)
         free = [np.zeros(plans) for _ in range(self.workers)]
         found = np.empty((steps, plans))
-        begin = np.zeros(plans)
+        begin = behind_loss = np.zeros(plans)
         through = [(begin, begin)] * len(rounds)  # ends of each round's first and last microbatch in the step before
         slot = 0
         for step in range(steps):

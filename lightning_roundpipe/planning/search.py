@@ -33,7 +33,7 @@ from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, unpa
 from lightning_roundpipe.planning.partition import partition_within
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, period_of_ends, step_ends
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.seeds import seeds
+from lightning_roundpipe.planning.seeds import round_choices, seeds
 from lightning_roundpipe.planning.span import Span
 
 SEARCH_SECONDS = 10.0
@@ -119,8 +119,8 @@ def search_partition(
         plans += partly_fused(costs, workers, microbatches, limits)
     if memory is not None:  # without graphs of whole stages, these are larger
         plans += search(ahead=False)
-    if not found or not fits(found[0], costs, workers, memory, most=True):
-        plans += search(ahead=False, roomy=True)
+    if not found or not fits(found[0], costs, workers, memory, most=True):  # only the judge knows what copies cost
+        plans += search(ahead=False, roomy=True) + search(roomy=True)
     if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
         plans += search(limits=replace(limits, memory=min(memory)))
     if memory is not None and any(call.unpacked_bytes for call in costs):
@@ -128,6 +128,9 @@ def search_partition(
     plans = [plan for plan in dict.fromkeys(plans) if fits(plan, costs, workers, memory)]
 
     def near(plan: Plan) -> Iterator[Plan]:
+        for size in round_choices(microbatches, limits):
+            if fits(other := replace(plan, round_microbatches=size), costs, workers, memory):
+                yield other
         for other in searches.get(plan.recompute_ahead, searches[True]).near(plan):
             once = bool(plan.unpack_once)
             yield unpacked_within(other, costs, workers, microbatches, memory) if once else other
@@ -289,7 +292,7 @@ class PlanSearch:
         best, here, visited, waited = start, start.sizes, {start.sizes.tobytes()}, 0
         while waited < patience and not self._timing.is_over():
             near = self._near(start.shape, here)
-            scores = self._timing.times(start.shape, near) if len(near) else []
+            scores = self._timing.times(start.shape, near) if len(near) else np.zeros(0)
             order = np.argsort(scores, kind="stable")
             if (row := next((row for row in order if near[row].tobytes() not in visited), None)) is None:
                 break
