@@ -184,7 +184,7 @@ class Trial:
             if seconds and wish.carry_products:
                 plan = carrying_within(
                     plan, costs, self.workers, self.microbatches, limits, self.judge, staleness=wish.staleness,
-                    host=self.rules.host, search_seconds=seconds,
+                    host=self.rules.host, search_seconds=seconds, judged=judged,
                 )  # fmt: skip
         return plan if self.has_room_for(plan) else None
 

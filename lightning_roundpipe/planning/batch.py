@@ -62,7 +62,7 @@ class PlanShape:
     round_microbatches: int
 
 
-def plan_of(shape: PlanShape, sizes: Sequence[int]) -> Plan:
+def plan_of(shape: PlanShape, sizes: Sequence[int] | Sizes) -> Plan:
     """Return the plan of a row of `Sizes`."""
     starts, ends = _stage_ends(shape.forward, np.array([sizes]))
     spans = [Span(int(start), int(end) - 1) for start, end in zip(starts[0], ends[0], strict=True)]
@@ -197,7 +197,7 @@ class Timing:
         unequal = any(turns is not each[0] for turns in each)
         free = [np.zeros(plans) for _ in range(self.workers)]
         found = np.empty((steps, plans))
-        begin = np.zeros(plans)
+        begin = behind_loss = np.zeros(plans)
         through = [(begin, begin)] * len(rounds)  # ends of each round's first and last microbatch in the step before
         slot = 0
         for step in range(steps):
@@ -259,10 +259,11 @@ class MemoryTable:
         workers: number of workers.
         memory: bytes of the workers.
         ahead: whether backward stages recompute ahead.
+        most: whether the arena is as large as is of use, instead of as small as possible.
     """
 
-    def __init__(self, costs: Costs, workers: int, memory: Memory, ahead: bool = False) -> None:
-        self._workers, self._memory, self._layer = workers, memory, layer_arena(costs)
+    def __init__(self, costs: Costs, workers: int, memory: Memory, *, ahead: bool = False, most: bool = False) -> None:
+        self._workers, self._memory, self._most, self._layer = workers, memory, most, layer_arena(costs)
         self._waiting = [np.array(sizes) for sizes in waiting_at(costs)]
         self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
 
@@ -284,10 +285,10 @@ class MemoryTable:
         before, behind = self._waiting
         left = np.concatenate([before[ends[:, :forward]], behind[starts[:, forward:]]], axis=1)
         activations += waiting(left, workers, shape.round_microbatches)
-        smallest, _ = arenas(weights, gradients, workers)
+        of_stages = arenas(weights, gradients, workers)[self._most]
         fitting = np.ones(len(sizes), dtype=np.bool_)
         for part, memory in self._parts(sizes.shape[1]):
-            arena = np.maximum(smallest[:, part].max(axis=1), self._layer)
+            arena = np.maximum(of_stages[:, part].max(axis=1), self._layer)
             fitting &= arena + activations[:, part].max(axis=1) <= memory
         return fitting
 

@@ -20,7 +20,7 @@ from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import PRODUCTS, Memory, fits, unpacked_within
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.search import WORK_PER_SECOND, PlanSearch, baseline_within
+from lightning_roundpipe.planning.search import WORK_PER_SECOND, PlanSearch, baseline_within, descent
 
 _SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 """Shares of the calls to carry, tried until fewer are slower."""
@@ -54,6 +54,7 @@ def carrying_within(
     staleness: Staleness = 0,
     host: HostTime | None = None,
     search_seconds: float = 0.0,
+    judged: int = 16,
     cuts: bool = True,
 ) -> Plan:
     """Return the best plan by ``judge`` that carries products, or ``plan`` if none is faster by `_WORTH`.
@@ -68,6 +69,7 @@ def carrying_within(
         staleness: 0 or 1.
         host: what the engine itself takes; by default nothing.
         search_seconds: as of `search_partition`; 0: stages are cut by the paper's algorithm.
+        judged: how many plans near the best one ``judge`` is asked about.
         cuts: whether stages may be cut otherwise than in ``plan``.
     """
     if not any(call.product_bytes for call in costs.calls[:-1]):
@@ -82,17 +84,26 @@ def carrying_within(
             return plan
         return unpacked_within(carrying, costs, workers, microbatches, limits.memory)
 
+    def search(size: int, work: float) -> PlanSearch:
+        timing = Timing(costs, workers, microbatches, staleness, hop_s, work, ahead=False, carried=True)
+        return PlanSearch(timing, costs, replace(limits, min_round=size, max_round=size, memory=memory))
+
+    work = _WORK * search_seconds * WORK_PER_SECOND
     for size in _rounds(workers, microbatches, limits) if cuts else ():
         inner = replace(limits, min_round=size, max_round=size, memory=memory)
         with suppress(ValueError):  # a layer does not fit beside its products
             found = [baseline_within(costs, workers, microbatches, inner)]
-            if work := _WORK * search_seconds * WORK_PER_SECOND:
-                timing = Timing(costs, workers, microbatches, staleness, hop_s, work, ahead=False, carried=True)
-                found = PlanSearch(timing, costs, inner).run(found[0], _CUTS)
+            if work:
+                found = search(size, work).run(found[0], _CUTS)
             best = min(
                 [best, *(_better(best, (finished(cut, share) for share in _SHARES), judge) for cut in found)], key=judge
             )
-    return _better(best, (finished(plan, share) for share in _SHARES), judge)
+    best = _better(best, (finished(plan, share) for share in _SHARES), judge)
+    if not (best.carry and work):
+        return best
+    share = len(best.carry) / sum(bool(call.product_bytes) for call in costs.calls[: best.fused.first])
+    near = search(best.round_microbatches, work).near
+    return descent(best, judge, lambda found: (finished(other, share) for other in near(found)), judged)
 
 
 def _better(best: Plan, others: Iterator[Plan], judge: Callable[[Plan], float]) -> Plan:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from statistics import harmonic_mean
 from typing import Any, Literal, TypeVar
@@ -38,14 +38,7 @@ T = TypeVar("T")
 Phase = Literal["forward", "fused", "backward"]
 """Phase of a stage: forward; forward and backward in one; or recomputation and backward."""
 
-_NUMBERS = (
-    "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
-    "input_bytes", "forward_bytes", "waiting_bytes", "held_bytes", "returning_bytes",
-    "backward_held_bytes", "reduced_bytes", "issue_s", "backward_issue_s", "unpacked_bytes", "unpack_s",
-    "backward_unpack_s", "product_bytes", "product_s",
-)  # fmt: skip
-
-
+_OPTIONAL = ("kept_bytes", "forward_bytes", "reduced_bytes")
 _OF_WEIGHTS = ("weight_bytes", "gradient_bytes", "reduced_bytes", "unpacked_bytes")
 """Sizes that do not depend on the microbatch."""
 
@@ -117,9 +110,8 @@ class CallCost:
     product_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if value is None and name in ("kept_bytes", "forward_bytes", "reduced_bytes"):
+        for name, value in vars(self).items():
+            if not name.endswith(("_s", "_bytes")) or (value is None and name in _OPTIONAL):
                 continue
             if not (is_number(value) and 0 <= value < math.inf):
                 raise ValueError(f"{name}={value!r} of layer {self.layer!r} must be a number of at least 0.")
@@ -366,7 +358,8 @@ class Costs:
 
     def of_part(self, parts: int) -> Costs:
         """Return the calls of a microbatch with a ``parts``-th of the samples, whose activations take as much less."""
-        sizes = [name for name in _NUMBERS if name.endswith("_bytes") and name not in _OF_WEIGHTS]
+        sizes = [item.name for item in fields(CallCost) if item.name.endswith("_bytes")]
+        sizes = [name for name in sizes if name not in _OF_WEIGHTS]
         return Costs(
             tuple(
                 replace(

@@ -66,21 +66,8 @@ def estimate_costs(
     Raises:
         ValueError: the model cannot run without data, or calls no layer.
     """
-    return _walk(model, layers, batch, hardware, packed or {}, experts_in_turn=experts_in_turn, fp8=fp8).costs()
-
-
-def _walk(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    batch: Mapping[str, Tensor],
-    hardware: Hardware,
-    packed: Mapping[nn.Parameter, Packed],
-    *,
-    experts_in_turn: bool,
-    fp8: bool,
-) -> _Walk:
-    """Run the model once, without data."""
     with _autocast_knows_meta(), Meter(hardware) as meter:
+        packed = packed or {}
         walk = _Walk(meter, hardware, packed, experts_in_turn=experts_in_turn)
         head = getattr(model, "get_output_embeddings", lambda: None)()
         walk.in_fp8 = [layer for layer in layers.values() if fp8 and layer is not head]
@@ -106,7 +93,7 @@ def _walk(
             ) from error
         finally:
             walk.restore()
-    return walk
+    return walk.costs()
 
 
 def layer_bytes(layer: nn.Module, packed: Mapping[nn.Parameter, Packed] | None = None) -> tuple[int, int]:

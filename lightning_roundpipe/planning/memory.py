@@ -117,30 +117,6 @@ MASTER_BYTES = 4
 """Bytes of an element of master weights and gradients, which are fp32."""
 
 
-class HostBytes(NamedTuple):
-    """Bytes of a trained element on the host.
-
-    Attributes:
-        weight: master weight.
-        working: copy in the compute dtype, which devices upload; 0 if they upload the master weight.
-        gradient: sum of gradients.
-        moments: AdamW's two moments.
-    """
-
-    weight: float
-    working: float
-    gradient: float
-    moments: float
-
-
-def host_bytes_per_parameter(parameters: Parameters) -> HostBytes:
-    """Return what a trained element takes on the host under AdamW. Its gradient may not be there all the time."""
-    size = parameters.compute_bytes
-    copied = (size != MASTER_BYTES or parameters.apart) and not parameters.shares
-    moments = 2 * OPTIMIZER_STATES[parameters.optimizer_state]
-    return HostBytes(MASTER_BYTES, size if copied else 0, MASTER_BYTES, moments)
-
-
 def layers_in_flight(workers: int) -> int:
     """Return of how many layers gradients are on the host at most, where updates go layer by layer.
 
@@ -386,7 +362,9 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, wor
     items = _arena_items(plan, needs, arena, workers, worker)
     if copies := copies_bytes(plan, costs, workers, worker):
         items.append(Item("arena for unpacked weights", copies))
-    position = worst_stage(plan, costs, workers, worker)
+    # On a GPU, costs count a forward with its call's backward. So of equals, a backward stage is the one that needs it.
+    own = of_worker(plan, workers, worker)
+    position = max(own, key=lambda position: (needs[position].activations + waiting[position], position))
     stage, size = stages[position], needs[position].activations
     last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
     if last:  # of the last call, and the loss that follows it
@@ -420,16 +398,6 @@ def _arena_items(plan: Plan, needs: Sequence[StageBytes], arena: int, workers: i
         Item("room in the arena for the stages before and after", arena - size(position)),
     ]
     return [item for item in items if item.nbytes]
-
-
-def worst_stage(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
-    """Return the position of the stage with most activations and waiting tensors; the last one of equals.
-
-    On a GPU, costs count a forward with its call's backward. So of equals, a backward stage is the one that needs it.
-    """
-    needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    sizes = [need.activations + size for need, size in zip(needs, waiting, strict=True)]
-    return max(of_worker(plan, workers, worker), key=lambda position: (sizes[position], position))
 
 
 @dataclass(frozen=True)
@@ -506,11 +474,11 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     if plan.side_by_side(workers, microbatches):
         landings += sum(call.gradient_bytes for call in trains if call.reduced_bytes is None)
     machines = parameters.machines
-    each = host_bytes_per_parameter(parameters)
+    working = size if (size != MASTER_BYTES or parameters.apart) and not parameters.shares else 0
     owned = -(-trained // machines)
     whose = f", 1/{machines} of them" if machines > 1 else ""
-    moments = math.ceil(each.moments * owned)
-    all_gradients = held = max(math.ceil(each.gradient * trained), gradients)
+    moments = math.ceil(2 * OPTIMIZER_STATES[parameters.optimizer_state] * owned)
+    all_gradients = held = max(MASTER_BYTES * trained, gradients)
     named = "gradients, fp32"
     if parameters.by_layer and microbatches <= plan.round_microbatches:
         in_flight = heapq.nlargest(layers_in_flight(workers), (call.gradient_bytes for call in trains))
@@ -520,10 +488,10 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     items = [
         Item(
             f"trained weights, fp32{', with their working copy' if parameters.shares else ''}",
-            math.ceil(each.weight * trained),
-            locked=not each.working,
+            MASTER_BYTES * trained,
+            locked=not working,
         ),
-        Item("their working copy in compute precision", math.ceil(each.working * trained), locked=True),
+        Item("their working copy in compute precision", working * trained, locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
         Item(named, held, locked=not narrow),

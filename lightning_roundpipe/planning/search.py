@@ -29,11 +29,11 @@ from lightning_roundpipe.planning.batch import PERIOD_STEPS, MemoryTable, PlanSh
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import BESIDE, ahead_within, unpacked_within
+from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, unpacked_within
 from lightning_roundpipe.planning.partition import partition_within
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, period_of_ends, step_ends
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.seeds import seeds
+from lightning_roundpipe.planning.seeds import round_choices, seeds
 from lightning_roundpipe.planning.span import Span
 
 SEARCH_SECONDS = 10.0
@@ -49,6 +49,12 @@ _TABU = ((3, 40), (12, 8))
 """Steps without success that end a tabu search, and from how many of the best plans it begins, round by round."""
 _RECUT = (8, 6)
 """The same for plans with a stage more or fewer than the best plans, of which the fastest is searched from."""
+_NEARBY = 1.0
+"""Work for timing neighbours of a plan that are judged."""
+_ALIKE = 2
+"""Most neighbours that take equally long and are judged: many differ by what is not on the slowest chain."""
+_CLEARLY = 1e-4
+"""A neighbour must be better by more than this fraction."""
 _NEAR = 512
 """Most neighbours that a move times; of more, a random choice."""
 
@@ -96,21 +102,57 @@ def search_partition(
         if not beside:
             raise
         return min(beside, key=judge)
-    plans = [ahead_within(baseline, costs, workers, limits.memory), *beside]
-    if search_seconds:
-        ways, found = [(costs, limits)], list[Plan]()
-        if isinstance(limits.memory, tuple):  # where each worker does its share in what all have, more is no better
-            ways.append((costs, replace(limits, memory=min(limits.memory))))
-        if limits.memory is not None and any(call.unpacked_bytes for call in costs):
-            ways.append((costs.holding_copies(microbatches, 1), limits))
-        for known, within in ways:
-            work = search_seconds * WORK_PER_SECOND
-            timing = Timing(known, workers, microbatches, staleness, host.hop_s, work)
-            found += PlanSearch(timing, known, within).run(baseline, judged)
-        if any(not plan.forward for plan in (*found[:1], baseline)):
-            found += partly_fused(costs, workers, microbatches, limits)
-        plans += found
-    return min(unpacking_plans(plans, costs, workers, microbatches, limits), key=judge)
+    memory, searches = limits.memory, dict[bool, PlanSearch]()
+    plans = [ahead_within(baseline, costs, workers, memory), *beside]
+    if not search_seconds:
+        return min(unpacking_plans(plans, costs, workers, microbatches, limits), key=judge)
+
+    def search(ahead: bool = True, roomy: bool = False, limits: Limits = limits, costs: Costs = costs) -> list[Plan]:
+        work = search_seconds * WORK_PER_SECOND
+        timing = Timing(costs, workers, microbatches, staleness, host.hop_s, work, ahead=ahead)
+        one = PlanSearch(timing, costs, limits, roomy=roomy)
+        searches.setdefault(ahead, one)
+        return one.run(baseline, judged)
+
+    plans += (found := search())
+    if any(not plan.forward for plan in (*found[:1], baseline)):
+        plans += partly_fused(costs, workers, microbatches, limits)
+    if memory is not None:  # without graphs of whole stages, these are larger
+        plans += search(ahead=False)
+    if not found or not fits(found[0], costs, workers, memory, most=True):  # only the judge knows what copies cost
+        plans += search(ahead=False, roomy=True) + search(roomy=True)
+    if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
+        plans += search(limits=replace(limits, memory=min(memory)))
+    if memory is not None and any(call.unpacked_bytes for call in costs):
+        plans += search(costs=costs.holding_copies(microbatches, 1))
+    plans = [plan for plan in dict.fromkeys(plans) if fits(plan, costs, workers, memory)]
+
+    def near(plan: Plan) -> Iterator[Plan]:
+        for size in round_choices(microbatches, limits):
+            if fits(other := replace(plan, round_microbatches=size), costs, workers, memory):
+                yield other
+        for other in searches.get(plan.recompute_ahead, searches[True]).near(plan):
+            once = bool(plan.unpack_once)
+            yield unpacked_within(other, costs, workers, microbatches, memory) if once else other
+
+    best = min(unpacking_plans(plans, costs, workers, microbatches, limits), key=judge)
+    return descent(best, judge, near, judged)
+
+
+def descent(plan: Plan, judge: Callable[[Plan], float], near: Callable[[Plan], Iterator[Plan]], judged: int) -> Plan:
+    """Return the plan where a descent by ``judge`` ends, which goes from ``plan`` to better and better neighbours.
+
+    The search leaves out copies and updates. Plans that hide them better are often near the one that it finds.
+    ``near`` yields neighbours, the most promising ones first, and ``judge`` is asked about ``judged`` of them.
+    """
+    best, others, seen = plan, near(plan), {plan}
+    for _ in range(judged):
+        if (found := next((other for other in others if other not in seen), None)) is None:
+            break
+        seen.add(found)
+        if judge(found) < judge(best) * (1 - _CLEARLY):
+            best, others = found, near(found)
+    return best
 
 
 def _simulated_s(costs: Costs, workers: int, microbatches: int, rules: Rules, plan: Plan) -> float:
@@ -187,12 +229,15 @@ class _Found:
 
 
 class PlanSearch:
-    """Searches plans within limits, by the times and the work of ``timing``."""
+    """Searches plans within limits, by the times and the work of ``timing``.
 
-    def __init__(self, timing: Timing, costs: Costs, limits: Limits) -> None:
+    ``roomy``: whether the arena is as large as is of use, so that weights come while the stage before runs.
+    """
+
+    def __init__(self, timing: Timing, costs: Costs, limits: Limits, *, roomy: bool = False) -> None:
         self._timing, self._limits, self._table = timing, limits, None
         if limits.memory is not None:
-            self._table = MemoryTable(costs, timing.workers, limits.memory, timing.ahead)
+            self._table = MemoryTable(costs, timing.workers, limits.memory, ahead=timing.ahead, most=roomy)
         self._random = np.random.default_rng(0)
         self._seeding_ends = timing.work_left * (1 - _SEEDING)
         self._count = 0
@@ -217,6 +262,20 @@ class PlanSearch:
         plans = [plan_of(one.shape, one.sizes) for one in ends[:most]]
         return [replace(plan, recompute_ahead=self._timing.ahead and bool(plan.backward)) for plan in plans]
 
+    def near(self, plan: Plan) -> Iterator[Plan]:
+        """Yield plans that differ by one move, fastest first, and few of those that take equally long."""
+        shape, sizes = sizes_of(plan)
+        self._timing.work_left = _NEARBY
+        found = self._best(shape, self._near(shape, sizes), _NEAR)
+        for other, rows in recuts(shape, sizes):
+            found += self._best(other, self._chosen(rows), _NEAR)
+        alike, last = 0, -1.0
+        for one in sorted(found):
+            alike, last = (alike + 1, last) if one.score <= last * (1 + _CLEARLY) else (1, one.score)
+            if alike <= _ALIKE:
+                near = plan_of(one.shape, one.sizes)
+                yield replace(near, recompute_ahead=plan.recompute_ahead and bool(near.backward))
+
     def _starts(self) -> list[_Found]:
         """Return starts, at most two of a shape."""
         timing, found, best = self._timing, list[_Found](), float("inf")
@@ -233,7 +292,7 @@ class PlanSearch:
         best, here, visited, waited = start, start.sizes, {start.sizes.tobytes()}, 0
         while waited < patience and not self._timing.is_over():
             near = self._near(start.shape, here)
-            scores = self._timing.times(start.shape, near) if len(near) else []
+            scores = self._timing.times(start.shape, near) if len(near) else np.zeros(0)
             order = np.argsort(scores, kind="stable")
             if (row := next((row for row in order if near[row].tobytes() not in visited), None)) is None:
                 break
