@@ -65,28 +65,26 @@ def read_model(text: str) -> dict[str, Any]:
     return settings
 
 
-def _usable(group: str) -> dict[str, dict[str, Any]]:
-    """Return the choices that describe a shape, or adapters, by name and in alphabetical order."""
-    found = {name: _load(path, group) for name, path in shipped_files(group).items()}
-    return {
-        name: data
-        for name, data in found.items()
-        if data.get("_target_") == _MADE_BY[group] or (group == "lora" and not data)
-    }
+def _is_usable(data: dict[str, Any], group: str) -> bool:
+    """Return whether a choice describes a shape, or adapters."""
+    return data.get("_target_") == _MADE_BY[group] or (group == "lora" and not data)
+
+
+def _usable(group: str) -> list[str]:
+    """Return the names of the choices that can be planned for, in alphabetical order."""
+    return [name for name, path in shipped_files(group).items() if _is_usable(_load(path, group), group)]
 
 
 def read_choice(group: str, text: str) -> dict[str, Any]:
     """Return the settings of a choice of a group, or of a YAML file, without its ``_target_``."""
-    if is_path(text):
-        data = _load(Path(text).expanduser(), group)
-    else:
+    path = Path(text).expanduser() if is_path(text) else shipped_files(group).get(text)
+    if path is None:
         usable = _usable(group)
         allowed = f"{', '.join(name for name in usable if not name.startswith('tiny_'))}, and {_FILES[group]}"
-        if text in shipped_files(group) and text not in usable:
-            raise ValueError(f"{group}={text} has no shape of its own, as it reads weights. Take {_FILES[group]}.")
-        if text not in usable:
-            raise ValueError(f"There is no {group}={text}.{did_you_mean(text, usable)} Allowed are {allowed}.")
-        data = usable[text]
+        raise ValueError(f"There is no {group}={text}.{did_you_mean(text, usable)} Allowed are {allowed}.")
+    data = _load(path, group)
+    if not (is_path(text) or _is_usable(data, group)):
+        raise ValueError(f"{group}={text} has no shape of its own, as it reads weights. Take {_FILES[group]}.")
     return {name: value for name, value in data.items() if name != "_target_"}
 
 
