@@ -26,13 +26,12 @@ def check(folder: Path, cases: list[tuple[dict[str, Any], bool]], *, machines: i
 
 def test_causal_models_and_adapters(tmp_path: Path) -> None:
     """Tied embeddings; experts that get tokens on one machine only; adapters over a frozen base."""
-    models = ["gpt2", "qwen3", "gemma", "gpt_oss"]
+    models = ["gpt2", "gpt_oss"]
     check(tmp_path, [({"model": name}, False) for name in models] + [({"model": "llama", "lora": True}, False)])
 
 
 def test_losses_and_batches(tmp_path: Path) -> None:
     cases = [
-        ({"nothing_on": 1}, False),
         ({"nothing_on": 0, "microbatches": 2}, False),
         ({"microbatches": 8, "blocking": True, "gradient_clip_val": 0.1}, False),
         ({"options": {"loss_weight": "sum"}, "optimizer": "sgd", "gradient_clip_val": 0.5}, True),
