@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -200,11 +201,18 @@ class Stepping:
                     copy_state(optimizer.state[parameter])
 
     def _now(self) -> list[object]:
-        return listening(self._trainer, self._module, self._optimizers, self._parameters)
+        return [*listening(self._trainer, self._module, self._optimizers, self._parameters), self._zeroed_elsewhere()]
+
+    def _zeroed_elsewhere(self) -> str | None:
+        """Return why Lightning drops gradients at other batches than the first of each window, if it does."""
+        fetcher: Any = self._trainer.fit_loop._data_fetcher
+        if self._trainer.accumulate_grad_batches == 1 or not isinstance(fetcher, _DataLoaderIterDataFetcher):
+            return None
+        return "training_step takes dataloader_iter, with which Lightning zeroes gradients within a window"
 
     def _reason(self, looks: Mapping[str, str]) -> str | None:
         """Return why the optimizer cannot step on its own thread; None if it can."""
-        reason = needs_gradients(self._trainer, self._module, self._optimizers)
+        reason = needs_gradients(self._trainer, self._module, self._optimizers) or self._zeroed_elsewhere()
         for optimizer in self._optimizers:
             reason = reason or stepped_by_parameter(optimizer)
             if self._engine.model.formats.sets_default:

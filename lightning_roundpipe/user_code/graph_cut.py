@@ -88,8 +88,8 @@ class Gradients:
             raise RoundPipeError(
                 f"a gradient entered layer {self.layer!r} past its outputs: a tensor computed inside, or in another "
                 "microbatch, was kept by a hook, a list or an object that the strategy does not see. Return it from "
-                "the layer. Detach what is kept for a later batch. (Of several backwards under manual optimization, "
-                "all but the last need retain_graph=True.)"
+                "the layer, or set overlap=False, and detach what is kept for a later batch. (Of several backwards "
+                "under manual optimization, all but the last need retain_graph=True.)"
             )
         mine = self.parts[index]
         if home is not None:
