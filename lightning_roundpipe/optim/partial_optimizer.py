@@ -204,6 +204,7 @@ class PartialOptimizer:
         halves = list(numbers) if isinstance(numbers, SplitTensor) else [numbers]
         rest: dict[str, Any] = {}
         names: list[str] = []
+        nothing = contextlib.nullcontext()
 
         def step(copies: list[Tensor]) -> list[Change]:
             weights = copies[: len(halves)]
@@ -213,7 +214,7 @@ class PartialOptimizer:
             state: State = defaultdict(dict)
             if own is not None:
                 state[alias] = {**own, **dict(zip(moved, copies[len(halves) + 1 :], strict=True))}
-            with contextlib.nullcontext() if type(self._optimizer) in KNOWN else _RefusesDraws():  # type: ignore[no-untyped-call]
+            with nothing if type(self._optimizer) in KNOWN else _RefusesDraws():  # type: ignore[no-untyped-call]
                 self._run(self._groups(values, [master], [alias], [state.get(alias)]), state)
             after = SplitTensor.of(alias.data.view(-1)) if len(weights) == 2 else [alias.data]
             changes: list[Change] = list(zip(after, halves, strict=True))
@@ -239,7 +240,7 @@ class PartialOptimizer:
         if type(value) not in plain:
             cls = type(self._optimizer).__name__
             raise RoundPipeError(
-                f"optimizer_device='worker' brings tensors and numbers of an optimizer's state to workers and back, "
+                "optimizer_device='worker' brings tensors and numbers of an optimizer's state to workers and back, "
                 f"and {cls} keeps a {type(value).__name__} in state[p][{name!r}]. Set optimizer_device='cpu'."
             )
 
