@@ -7,6 +7,7 @@ import gc
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.torch_version import TorchVersion
+from torchao import float8
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
@@ -290,6 +292,32 @@ def test_with_torchs_own_compiler() -> None:
         for plan, devices in ((single, 1), (per_call, 2))
     ]
     assert_identical(*results)
+
+
+class Float8(Module):
+    """Blocks whose products are in fp8."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        float8.convert_to_float8_training(self.blocks, config=config)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_layers_in_fp8(backend: str, recipe: str) -> None:
+    """Code that rounds as the layers do gives their numbers, and torch's own compiler the same for any plan."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("torch's compiler for CPUs needs one for C++")
+    given = batches(3)
+    one, two = (
+        run(compiled(backend, plan=plan(5, 2)), Float8(recipe), copy.deepcopy(given), devices=devices)
+        for plan, devices in ((single, 1), (halves, 2))
+    )
+    assert_identical(one, two)
+    if backend == "aot_eager":
+        written = run(ours(layers=LAYERS, num_microbatches=2), Float8(recipe), copy.deepcopy(given), devices=2)
+        assert_same(written, two)
 
 
 def test_a_compiler_that_ends_the_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

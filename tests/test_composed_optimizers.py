@@ -383,9 +383,36 @@ def test_a_budget_without_room_for_steps_on_workers_names_them() -> None:
         run(strategy, Trained(BY_LAYER["MuonAdamW"]), batches(8), devices=2, accumulate_grad_batches=4)
 
 
+class Noisy(Lion):
+    independent_parameters = True
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad += torch.randn_like(p.grad)
+        return super().step(closure)
+
+
+class Remembers(Lion):
+    independent_parameters = True
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["history"] = [p.grad.clone()]
+        return super().step(closure)
+
+
 def test_state_that_cannot_be_moved_is_refused() -> None:
-    with pytest.raises(RoundPipeError, match=r"AdamW8bit keeps a OptimState8bit in state.*Set optimizer_device='cpu'"):
-        run(
-            ours(layers=LAYERS, optimizer_device="worker"), Trained(BY_LAYER["torchao.AdamW8bit"]), batches(4),
-            devices=2, accumulate_grad_batches=2,
-        )  # fmt: skip
+    strategy = ours(layers=LAYERS, optimizer_device="worker")
+    with pytest.raises(RoundPipeError, match=r"Remembers keeps a list in state.*'history'.*Set optimizer_device='cpu'"):
+        run(strategy, Trained(lambda m: Remembers(m.parameters(), lr=0.003)), batches(4), devices=2)
+
+
+def test_random_numbers_are_refused_on_workers() -> None:
+    """Layers that run there would find the device's generator changed."""
+    strategy = ours(layers=LAYERS, optimizer_device="worker")
+    with pytest.raises(RoundPipeError, match=r"draws random numbers \(aten.randn_like.*Set optimizer_device='cpu'"):
+        run(strategy, Trained(lambda m: Noisy(m.parameters(), lr=0.003)), batches(4), devices=2)

@@ -35,7 +35,8 @@ from lightning_roundpipe.model.replica import Replica
 _TOGETHER = "force_non_lazy_backward_lowering"
 """AOTAutograd's setting for [2]."""
 _OTHER_BACKEND = (
-    ", or give it another backend: compile_layers={'backend': 'aot_eager'} needs no compiler for C++ or CUDA"
+    ", or give it another backend: compile_layers={'backend': 'aot_eager'} needs no compiler for C++ or CUDA, which "
+    "Ctrl-C or the command `timeout` end, too, if they come meanwhile"
 )
 _STRICT = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
 """Dynamo's settings for [5]."""

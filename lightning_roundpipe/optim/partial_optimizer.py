@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.optim import direct
@@ -203,6 +204,7 @@ class PartialOptimizer:
         halves = list(numbers) if isinstance(numbers, SplitTensor) else [numbers]
         rest: dict[str, Any] = {}
         names: list[str] = []
+        nothing = contextlib.nullcontext()
 
         def step(copies: list[Tensor]) -> list[Change]:
             weights = copies[: len(halves)]
@@ -212,7 +214,8 @@ class PartialOptimizer:
             state: State = defaultdict(dict)
             if own is not None:
                 state[alias] = {**own, **dict(zip(moved, copies[len(halves) + 1 :], strict=True))}
-            self._run(self._groups(values, [master], [alias], [state.get(alias)]), state)
+            with nothing if type(self._optimizer) in KNOWN else _RefusesDraws():  # type: ignore[no-untyped-call]
+                self._run(self._groups(values, [master], [alias], [state.get(alias)]), state)
             after = SplitTensor.of(alias.data.view(-1)) if len(weights) == 2 else [alias.data]
             changes: list[Change] = list(zip(after, halves, strict=True))
             for name, value in state.get(alias, {}).items():
@@ -237,7 +240,7 @@ class PartialOptimizer:
         if type(value) not in plain:
             cls = type(self._optimizer).__name__
             raise RoundPipeError(
-                f"optimizer_device='worker' brings tensors and numbers of an optimizer's state to workers and back, "
+                "optimizer_device='worker' brings tensors and numbers of an optimizer's state to workers and back, "
                 f"and {cls} keeps a {type(value).__name__} in state[p][{name!r}]. Set optimizer_device='cpu'."
             )
 
@@ -366,6 +369,15 @@ def _copied(tensor: Tensor) -> Tensor:
     file.seek(0)
     copied: Tensor = torch.load(file, weights_only=False)
     return copied
+
+
+class _RefusesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses random numbers, which would come from the generator of the layers that run on the device meanwhile."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RoundPipeError(f"the optimizer draws random numbers ({func}). Set optimizer_device='cpu'.")
+        return func(*args, **(kwargs or {}))
 
 
 def _alike(host: Tensor | None, value: Tensor) -> Tensor | None:
