@@ -28,13 +28,13 @@ class ThreadEvent(Event):
         self._stream, self._switch, self._timed = stream, switch, timed
         self._settled_at = reached
         self._error: BaseException | None = None
-        self._waiters: list[Waiter] = []
+        self._waiters: list[Waiter] | None = [] if reached is None else None
 
     def settle(self, error: BaseException | None) -> None:
         """Mark the event as reached, or as failed with ``error``, and wake its waiters."""
         self._error = error
         self._settled_at = time.perf_counter()
-        for waiter in list(self._waiters):
+        for waiter in list(self._waiters or ()):
             waiter.wake()
 
     def wait(self) -> None:
@@ -57,6 +57,7 @@ class ThreadEvent(Event):
     def _wait_until_settled(self, switch: AbortSwitch) -> None:
         waiter = Waiter()
         with self._switch.wakes(waiter), switch.wakes(waiter):
+            assert self._waiters is not None, "an event that was reached from the start is done"
             self._waiters.append(waiter)
             if self._settled_at is not None:
                 waiter.wake()

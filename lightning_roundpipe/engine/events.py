@@ -35,7 +35,9 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._items: list[tuple[str, int, Event, Event, int, int, EventSource]] = []
+        self._items: list[tuple[Any, ...]] = []
+        """Kind, worker, start, end, microbatch, bytes and the fields of the source: one object for each event, as the
+        garbage collector walks through all that live as long as a step."""
         self._waits: list[tuple[int, Event, Event]] = []
         self._counting = threading.Lock()
         self.nominal_seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
@@ -50,7 +52,7 @@ class Recorder:
         nbytes: int = 0,
         where: EventSource = NOWHERE,
     ) -> None:
-        self._items.append((kind, worker, start, end, microbatch, nbytes, where))
+        self._items.append((kind, worker, start, end, microbatch, nbytes, *where))
 
     def waited(self, worker: int, start: Event, end: Event) -> None:
         """Record a stall: a worker waited from ``start`` to ``end`` for a copy that its next computation needs."""
@@ -75,7 +77,7 @@ class Recorder:
     def nbytes(self, kinds: tuple[str, ...], workers: int) -> list[int]:
         """Return the bytes that events of ``kinds`` moved, per worker."""
         total = [0] * workers
-        for kind, worker, _, _, _, nbytes, _ in self._items:
+        for kind, worker, _, _, _, nbytes, *_ in self._items:
             if kind in kinds:
                 total[worker] += nbytes
         return total
@@ -84,7 +86,7 @@ class Recorder:
         """Return the rate of the largest copy of ``kinds`` that is over; infinite if there is none."""
         copies = (
             (nbytes, end.time() - start.time())
-            for kind, _, start, end, _, nbytes, _ in self._items
+            for kind, _, start, end, _, nbytes, *_ in self._items
             if kind in kinds and nbytes and end.done()
         )
         return max(((nbytes, nbytes / seconds) for nbytes, seconds in copies if seconds > 0), default=(0, math.inf))[1]
@@ -98,7 +100,8 @@ class Recorder:
             origin: a time of ``time.perf_counter()``. Uploads that were prefetched before it have negative times.
         """
         rows: list[dict[str, Any]] = []
-        for kind, worker, start, end, microbatch, nbytes, where in self._items:
+        for kind, worker, start, end, microbatch, nbytes, *source in self._items:
+            where = EventSource(*source)
             try:
                 if not end.done():
                     end.wait()
@@ -134,9 +137,9 @@ class Recorder:
 
     def computations(self) -> Iterator[tuple[str, int, int, EventSource, float]]:
         """Yield kind, worker, microbatch, source and duration in seconds of each computation."""
-        for kind, worker, start, end, microbatch, _, where in self._items:
+        for kind, worker, start, end, microbatch, _, *source in self._items:
             if kind in COMPUTE:
-                yield kind, worker, microbatch, where, end.time() - start.time()
+                yield kind, worker, microbatch, EventSource(*source), end.time() - start.time()
 
 
 def bubble_percent(rows: list[dict[str, Any]], workers: int) -> float:

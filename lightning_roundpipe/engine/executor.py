@@ -54,6 +54,8 @@ from lightning_roundpipe.user_code.interception import Inside
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 T = TypeVar("T")
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
 LONG_S = 3e-4
 """Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
 microseconds."""
@@ -81,7 +83,7 @@ class CallEnvironment:
     contents: Contents
     thread_state: TorchThreadState
     lender: Lender
-    trained: list[bool]
+    trained: tuple[bool, ...]
     variables: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
@@ -98,10 +100,10 @@ class CallInputs:
     """
 
     arguments: Arguments
-    needs: list[bool]
+    needs: tuple[bool, ...]
     edges: list[InputEdge]
-    saved: list[HostTensor] = field(default_factory=list)
-    mutated: list[int] = field(default_factory=list)
+    saved: Sequence[HostTensor] = ()
+    mutated: Sequence[int] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -137,7 +139,7 @@ class LayerCall:
     inputs: CallInputs
     home: Device | None
     gradients: Gradients = field(init=False)
-    kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    kinds: tuple[Kind, ...] = ()
     graph: tuple[list[Tensor], Gradients] | None = None
     buffers: dict[int, BufferValue] | None = None
     slot: Slot | None = None
@@ -305,11 +307,11 @@ class Executor:
         shared = sharing(found, aliases)
         lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
         clones = self._part_from_lent(run, found, lent, originals)
-        call.inputs.mutated = [position for position, _ in run.mutated]
+        call.inputs.mutated = tuple(position for position, _ in run.mutated)
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
             call.gradients.edges, call.gradients.masters = call.inputs.edges, layer.masters
-            call.kinds = [(t.shape, t.dtype) for t in run.differentiable]
+            call.kinds = _kinds(run.differentiable)
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink
@@ -598,10 +600,10 @@ class Executor:
 
     @staticmethod
     def _check(call: LayerCall, outputs: Sequence[Tensor]) -> None:
-        if [(t.shape, t.dtype) for t in outputs] != call.kinds:
+        if (kinds := _kinds(outputs)) != call.kinds:
             raise RoundPipeError(
-                f"layer {call.layer.name!r} returned {_kinds(call.kinds)} with gradients, and "
-                f"{_kinds([(t.shape, t.dtype) for t in outputs])} when it was recomputed for its backward: what it "
+                f"layer {call.layer.name!r} returned {_named(call.kinds)} with gradients, and "
+                f"{_named(kinds)} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
             )
 
@@ -639,8 +641,12 @@ def _refuse_registered(layer: HostLayer, replica: Replica) -> None:
         )
 
 
-def _kinds(kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for shape, dtype in kinds) or "no tensor"
+def _kinds(tensors: Sequence[Tensor]) -> tuple[Kind, ...]:
+    return tuple([(tuple(t.shape), t.dtype) for t in tensors])
+
+
+def _named(kinds: Sequence[Kind]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for shape, dtype in kinds) or "no tensor"
 
 
 def _root(output: Tensor) -> Any:

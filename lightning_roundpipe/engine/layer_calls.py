@@ -106,7 +106,7 @@ class LayerCalls:
         if state is not None and state.carried:
             attributes = {**state.carried, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
-        needs = [thread_state.grad and t.requires_grad for t in arguments.tensors]
+        needs = tuple([thread_state.grad and t.requires_grad for t in arguments.tensors])
         edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
         trained = layer.weights.trainable()
         environment = CallEnvironment(seed, state, contents, thread_state, self.weights, trained)
@@ -230,7 +230,7 @@ class Tape:
                 for hook in list(hooks.values()):
                     changed = hook(total)
                     total = total if changed is None else changed
-            gradients.parts[index] = [Part(total, home, None)]
+            gradients.parts[index] = (Part(total, home, None),)
 
     def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:
         """Run a call's backward in its turn [3]. Returns the gradients of its inputs, and the device they are on."""
@@ -269,7 +269,7 @@ class Tape:
     def _refuse_unplaced(self, call: LayerCall, sums: HostGradSums | None) -> None:
         """Raise if a parameter is trained at the call for whose gradient there is no memory."""
         now = call.environment.trained
-        placed = sums.layout.trained if sums is not None else [False] * len(now)
+        placed = sums.layout.trained if sums is not None else (False,) * len(now)
         if now == placed:
             return
         for master, trained, place in zip(call.layer.masters, now, placed, strict=True):

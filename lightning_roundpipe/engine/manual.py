@@ -235,7 +235,7 @@ class ManualMicrobatch(Microbatch):
         forward, taped = self.sections.phase == "forward", len(self.tape.calls)
         if forward:
             with torch._C.DisableTorchFunction():
-                self._slots.trained[layer.index, self.calls.uses[layer.index]] = tuple(layer.weights.trainable())
+                self._slots.trained[layer.index, self.calls.uses[layer.index]] = layer.weights.trainable()
         result = super().call(layer, args, kwargs)
         if forward:
             assert self.turns.device is not None

@@ -95,7 +95,7 @@ class GradientLayout:
     def __init__(
         self, layer: HostLayer, trainable: Sequence[bool] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.trained = list(trainable or layer.weights.trainable())
+        self.trained = tuple(trainable or layer.weights.trainable())
         self.positions = [i for i, trained in enumerate(self.trained) if trained]
         masters = [layer.masters[position] for position in self.positions]
         self.keys = list(map(id, masters))
@@ -427,7 +427,7 @@ class GradientMemory:
         self._see_trained()
 
     def _see_trained(self) -> None:
-        self._trained = {layer.index: tuple(layer.weights.trainable()) for layer in self._layers}
+        self._trained = {layer.index: layer.weights.trainable() for layer in self._layers}
 
 
 class HostGradSums:

@@ -116,8 +116,8 @@ class LayerWeights:
         """Whether uploads read working copies of some masters, which must be refreshed after each write."""
         return any(flat.copied for flat in self.flats)
 
-    def trainable(self) -> list[bool]:
-        return [p.requires_grad for p in self._masters]
+    def trainable(self) -> tuple[bool, ...]:
+        return tuple([p.requires_grad for p in self._masters])
 
     def upload(self, stream: Stream, segment: Tensor) -> None:
         """Enqueue the upload of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -121,7 +121,7 @@ class Replica:
         return frozen(value if holds_nothing(value) else self._rebound(value))
 
     def bind(
-        self, views: list[Tensor], requires_grad: list[bool], whole: Callable[[int], Tensor] | None = None
+        self, views: list[Tensor], requires_grad: Sequence[bool], whole: Callable[[int], Tensor] | None = None
     ) -> None:
         """Point the copy's parameters at ``views``, in the order of the layer's unique parameters.
 
@@ -157,7 +157,7 @@ class Replica:
                 parameter.data = _nothing(parameter, self.device)
         follow(self._aliases)
 
-    def train(self, requires_grad: list[bool]) -> None:
+    def train(self, requires_grad: Sequence[bool]) -> None:
         """Set which parameters the next call computes gradients for."""
         for parameter, trainable in zip(self.parameters, requires_grad, strict=True):
             if parameter.requires_grad != trainable:

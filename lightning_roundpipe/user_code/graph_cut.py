@@ -58,7 +58,7 @@ class Gradients:
     __slots__ = ("arrivals", "closed", "edges", "expected", "home", "hooks", "layer", "masters", "parts")
 
     def __init__(self, count: int, layer: str, home: Device | None) -> None:
-        self.parts: list[list[Part]] = [[] for _ in range(count)]
+        self.parts: list[tuple[Part, ...]] = [()] * count
         self.layer, self.home = layer, home
         self.arrivals = 0
         self.expected = self.closed = False
@@ -72,7 +72,7 @@ class Gradients:
 
     def reopen(self, count: int) -> None:
         """Collect the gradients of ``count`` tensors, for another backward of the same call."""
-        self.parts, self.arrivals, self.expected, self.closed = [[] for _ in range(count)], 0, False, False
+        self.parts, self.arrivals, self.expected, self.closed = [()] * count, 0, False, False
 
     def add(self, index: int, gradient: Tensor, home: Device | None) -> None:
         """Add a part of one gradient, which is on ``home``.
@@ -95,10 +95,11 @@ class Gradients:
         if home is not None:
             if len(mine) == 1 and mine[0].home is home:
                 with home.compute.running(), torch.no_grad():
-                    gradient = mine.pop().tensor + gradient  # not in place: autograd may share either
+                    gradient = mine[0].tensor + gradient  # not in place: autograd may share either
+                self.parts[index] = mine = ()
             home.track_until_freed([gradient], GRADIENTS)
         # Behind this point of the device's work, other microbatches may follow: whoever takes it waits for no more.
-        mine.append(Part(gradient, home, home.compute.record() if home is not None else None))
+        self.parts[index] = (*mine, Part(gradient, home, home.compute.record() if home is not None else None))
 
     def close(self) -> None:
         """Take no more, and keep nothing alive."""
@@ -191,20 +192,28 @@ class InputEdge:
     Args:
         tensor: the input.
         home: the device that it is on; None for the host.
+
+    Attributes:
+        node: the node that has made the input.
+        edge: where backward goes on in user code; None if the input is the output of a call as it is.
     """
 
-    __slots__ = ("_direct", "edge", "home")
+    __slots__ = ("_output", "edge", "home", "node")
 
     def __init__(self, tensor: Tensor, home: Device | None) -> None:
-        self.home = home
-        self.edge: GradientEdge = get_gradient_edge(tensor)
-        self._direct = isinstance(self.edge.node, _Node) and not tensor._backward_hooks and not tensor.retains_grad
+        self.home, self._output = home, tensor.output_nr
+        self.node: Any = tensor.grad_fn
+        self.edge: GradientEdge | None = None
+        if not isinstance(self.node, _Node) or tensor._backward_hooks or tensor.retains_grad:
+            self.edge = get_gradient_edge(tensor)  # which keeps the graph of user code alive
+            self.node = self.edge.node
 
     def hand_over(self, gradient: Tensor, home: Device) -> bool:
         """Give the gradient to the call whose output the input is. False if user code is in between."""
-        if self._direct:
-            self.edge.node.gradients.add(self.edge.output_nr, gradient, home)  # type: ignore[attr-defined]
-        return self._direct
+        if self.edge is not None:
+            return False
+        self.node.gradients.add(self._output, gradient, home)
+        return True
 
 
 def refuse_across(
@@ -227,7 +236,7 @@ def refuse_across(
     seen = set(map(id, waiting))
     while waiting:
         cut = waiting.pop()
-        far = nodes_of(edge.edge.node for edge in cut.edges)
+        far = nodes_of((edge.node for edge in cut.edges), lambda node: isinstance(node, _Node))
         if not wanted.isdisjoint(far) or not wanted.isdisjoint(getattr(node, "variable", node) for node in far):
             _refuse_across(cut.layer)
         if any(mine is master for mine in cut.masters for master in masters):
