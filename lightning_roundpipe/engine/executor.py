@@ -376,11 +376,14 @@ class Executor:
         observed = _NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
         began = time.perf_counter()
         watched = _NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
-        computing = self._computing(call, slot, kind, runner, inside, alone=draws)
         carried: contextlib.AbstractContextManager[Any] = carrying or _NOTHING
-        with computing, torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, carried:
-            result, collected = collecting(forward, *built.args, **built.kwargs)
-            output = result, collected or None
+
+        def code() -> tuple[Any, dict[str, list[Any]]]:
+            with torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, carried:
+                return collecting(forward, *built.args, **built.kwargs)
+
+        result, collected = self._compute(call, slot, kind, runner, inside, code, alone=draws)
+        output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
@@ -432,11 +435,11 @@ class Executor:
         lender, lent = call.environment.lender, seen.borrows or []
         return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
 
-    @contextlib.contextmanager
-    def _computing(
-        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, *, alone: bool
-    ) -> Iterator[None]:
-        """Hold a core, and record when the call begins and ends. Give the baton up meanwhile, unless it is ``alone``.
+    def _compute(
+        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, code: Callable[[], T], *,
+        alone: bool,
+    ) -> T:  # fmt: skip
+        """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it runs ``alone``.
 
         While torch compiles, it saves and restores generators that others draw from.
         """
@@ -447,11 +450,12 @@ class Executor:
         with GivenUp(self._baton, runner) if gives_up else _NOTHING, device.acquire_core():
             start = compute.record(timed=True)
             with name, working(inside), compute.running():
-                yield
+                result = code()
             end = compute.record(timed=True)
         runner.scope.check()
         where = EventSource(slot.index, slot.phase, call.index, layer.name)
         slot.spec.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
+        return result
 
     def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
@@ -543,9 +547,10 @@ class Executor:
         if roots:
             watched = _NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
             alone = layer.index in self._randomness.draws
-            with self._computing(call, slot, "backward", runner, inside, alone=alone), watched:
-                # Other calls may reach the same stand-in's graph.
-                run_backward(roots, values, retain_graph=bool(layer.seen.reaches_out))
+            # Other calls may reach the same stand-in's graph.
+            code = functools.partial(run_backward, roots, values, retain_graph=bool(layer.seen.reaches_out))
+            with watched:
+                self._compute(call, slot, "backward", runner, inside, code, alone=alone)
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:

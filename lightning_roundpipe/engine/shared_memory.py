@@ -6,7 +6,6 @@ tensors that may or may not share memory, and autograd does not know.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -18,14 +17,15 @@ from lightning_roundpipe.user_code.torch_functions import witness
 
 def sharing(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that share memory with another one of them; an input that is returned is not another one."""
-    if not outputs:
-        return []
     own = set(map(id, inputs))
-    at = {id(t): address_of(t) for t in (*inputs, *outputs)}
-    made = Counter(at[id(t)] for t in outputs if id(t) not in own)
-    there = Counter(at[id(t)] for t in inputs)
-    shared = {a for a, count in made.items() if a and (count > 1 or there[a])}
-    return [t for t in (*inputs, *(o for o in outputs if id(o) not in own)) if at[id(t)] in shared]
+    made = [t for t in outputs if id(t) not in own]
+    there, shared = set(map(address_of, inputs)), set[int]()
+    for address in map(address_of, made):
+        if address in there:
+            shared.add(address)
+        there.add(address)
+    shared.discard(0)
+    return [t for t in (*inputs, *made) if address_of(t) in shared] if shared else []
 
 
 class SharedOutputs:

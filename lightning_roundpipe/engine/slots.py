@@ -178,14 +178,14 @@ class SlotTurns:
                 self._coming[ticket] = coming
 
         def subscribe(callback: Callable[[], None]) -> bool:
-            if self._serving == ticket:
-                return False
             self._waiting[ticket] = callback
             return True
 
         runner.rank = slot.index + microbatch  # the pipeline's diagonal: no worker is left without work for long
-        if not self._baton.wait(runner, subscribe):
+        if self._serving == ticket:
             self._baton.offer(runner)
+        else:
+            self._baton.wait(runner, subscribe)
 
     def leave(self, slot: Slot, microbatch: int) -> None:
         """End a turn, or give up one that has not come [2]."""

@@ -157,7 +157,12 @@ class Baton:
         return True
 
     def offer(self, runner: Runner) -> None:
-        """Let a thread of lower rank that can go on go first."""
+        """Let a thread of lower rank that can go on go first.
+
+        Raises:
+            Cancelled: the step has failed. The thread holds the baton.
+        """
+        runner.scope.check()
         with self._mutex:
             if not self._ready or self._ready[0][0] >= runner.rank:
                 return

@@ -342,7 +342,8 @@ class Worker:
         upload = slot.uploads[layer.index]
         there = upload.enqueued.is_set and upload.end.done() and all(event.done() for event in inputs)
         could = None if there else self.device.compute.record(timed=True)
-        self._baton.wait(runner, upload.enqueued.then)
+        if not upload.enqueued.is_set:
+            self._baton.wait(runner, upload.enqueued.then)
         self.follow(upload.end, runner)
         return could
 

@@ -1,4 +1,4 @@
-"""An input of a layer call on the host; `activation_store` makes and keeps them."""
+"""An input of a layer call on the host; `activations` makes and keeps them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ class HostTensor:
     Attributes:
         tensor: the tensor.
         ready: end of its download; None if it was not downloaded.
-        wanted: how many recorded calls on the tape still need it.
     """
 
-    __slots__ = ("nbytes", "ready", "tensor", "wanted")
+    __slots__ = ("ready", "tensor")
 
     def __init__(self, tensor: Tensor, ready: Event | None) -> None:
-        self.tensor = tensor
-        self.ready = ready
-        self.nbytes = tensor.numel() * tensor.itemsize
-        self.wanted = 0
+        self.tensor, self.ready = tensor, ready
