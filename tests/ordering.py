@@ -65,6 +65,7 @@ class Ordering:
         self.accesses = 0
         self._clocks: dict[str, Counter[str]] = {HOST: Counter()}
         self._pages: dict[int, list[Access]] = {}
+        self._events: dict[int, tuple[Any, Counter[str]]] = {}
         self._known: set[int] = set()
         """Addresses of storages that live."""
         self._dead: deque[tuple[int, int, int]] = deque()
@@ -82,6 +83,7 @@ class Ordering:
         self._patch.undo()
         self._pages.clear()
         self._known.clear()
+        self._events.clear()
 
     def follow(self, patch: pytest.MonkeyPatch) -> None:
         """Be told of everything that streams and threads do."""
@@ -94,6 +96,14 @@ class Ordering:
         """Everything that is ordered before what ``stream`` does next."""
         with self._lock:
             return self._clock(stream).copy()
+
+    def recorded(self, event: Any, stream: str) -> None:
+        """``event`` is the point at which ``stream`` is."""
+        self._events[id(event)] = event, self.point(stream)
+
+    def point_of(self, event: Any) -> Counter[str]:
+        """Everything that is ordered before ``event``."""
+        return self._events[id(event)][1]
 
     def join(self, stream: str, point: Counter[str]) -> None:
         """What ``stream`` does from here on comes after ``point``."""
@@ -194,12 +204,12 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
 
     def wait(self: Any) -> None:
         real_wait(self)
-        ordering.join(HOST, self.point)
+        ordering.join(HOST, ordering.point_of(self))
 
     def keep_until_computed(self: Any, *_: Any, **__: Any) -> None:
         # As on a GPU that is as far behind as the host lets it be. Emulated devices let go of tensors at once.
         behind = self.__dict__.setdefault("_behind", deque())
-        behind.append(self.device.compute.record().point)
+        behind.append(ordering.point_of(self.device.compute.record()))
         if len(behind) > IN_FLIGHT:
             ordering.join(HOST, behind.popleft())
 
@@ -244,12 +254,12 @@ def _follow_stream(kind: Any, ordering: Ordering, patch: pytest.MonkeyPatch) -> 
 
     def record(self: Any, *, timed: bool = False) -> Any:
         event = real_record(self, timed=timed)
-        event.point = ordering.point(self.name)
+        ordering.recorded(event, self.name)
         return event
 
     def wait(self: Any, event: Any) -> None:
         real_wait(self, event)
-        ordering.join(self.name, event.point)
+        ordering.join(self.name, ordering.point_of(event))
 
     def copy(self: Any, dst: Tensor, src: Tensor) -> None:
         ordering.access(self.name, [src], [dst], "a copy")

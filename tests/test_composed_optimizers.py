@@ -7,6 +7,7 @@ loop whose gradients come one step late.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,28 @@ def test_one_step_late_is_refused(name: str) -> None:
     make, reason = WAITED_FOR[name]
     with pytest.raises(MisconfigurationException, match=f"staleness=1 .*{reason}"):
         run(ours(layers=LAYERS, staleness=1), Trained(make), batches(), devices=3, accumulate_grad_batches=4)
+
+
+class Compiles(Lion):
+    """Its first step changes torch's generator meanwhile, as compilers do."""
+
+    independent_parameters = True
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if any(p.grad is not None and p not in self.state for group in self.param_groups for p in group["params"]):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                time.sleep(0.05)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_first_step_has_the_process_to_itself(staleness: int) -> None:
+    results = [
+        run(ours(layers=LAYERS, staleness=staleness), Trained(make), batches(), devices=2, watch=False)
+        for make in (lambda m: Lion(m.parameters(), lr=0.003), lambda m: Compiles(m.parameters(), lr=0.003))
+    ]
+    assert_tensors_same(results[0].state, results[1].state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -92,12 +92,16 @@ class AsyncOptimizer:
     def begin(self, *, zero_grad: bool) -> None:
         """Prepare for a batch. If no step has followed the one before it, that one is accumulated.
 
+        The first update ends before: optimizers compile in it, and compilers change state of the process.
+
         Args:
             zero_grad: whether to drop what was accumulated, as ``Optimizer.zero_grad`` does.
 
         Raises:
             Exception: what an update has raised.
         """
+        if self.submitted == self._first + 1:
+            self._rest()
         self._raise_error()
         self.gradients.hide()
         self._accumulate()
