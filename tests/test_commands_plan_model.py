@@ -228,7 +228,7 @@ def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: 
 
 def rates(shape: ModelShape, wish: Wish) -> tuple[float, float]:
     """Tokens a second that are printed: under our plan, and under the paper's; 0: it does not fit."""
-    ours, papers = (look_at(shape, replace(wish, search=search), longest=False) for search in (True, False))
+    ours, papers = (look_at(shape, replace(wish, partitioner=by), longest=False) for by in ("search", "paper"))
     assert ours.fits == papers.fits
     return (ours.tokens_per_s, papers.tokens_per_s) if ours.fits else (0.0, 0.0)
 
