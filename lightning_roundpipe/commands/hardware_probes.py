@@ -23,6 +23,7 @@ from torch.utils.benchmark import Timer
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.devices.host_memory import free_bytes, total_bytes
+from lightning_roundpipe.devices.interpreter import unwalked_objects
 from lightning_roundpipe.devices.intraop_threads import apply_num_threads
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.planning.meter import Counter, attention_flops
@@ -70,7 +71,7 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Hardware:
                                 Emulation())  # fmt: skip
             for device in made:
                 stack.callback(_close, device)
-            for context in (made[0].process_settings(), made[0].step_settings()):
+            for context in (unwalked_objects(), made[0].process_settings(), made[0].step_settings()):
                 stack.enter_context(context)
             devices = _Devices(made, stack)
         for form, dtype in _DTYPES.items():

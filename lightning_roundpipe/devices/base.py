@@ -320,9 +320,9 @@ class Device(ABC):
         that only pretend to compute release the core meanwhile (`emulated_work`).
         """
 
-    @abstractmethod
     def process_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings. The main thread enters it."""
+        return _NOTHING
 
     def follow_caller(self) -> None:
         """Let ``compute`` wait for what the calling thread has enqueued on a stream of its own.

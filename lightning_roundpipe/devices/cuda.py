@@ -201,9 +201,6 @@ class CudaDevice(Device):
         self._switch.check()
         yield
 
-    def process_settings(self) -> AbstractContextManager[None]:
-        return interpreter.unwalked_objects()
-
     def follow_caller(self) -> None:
         self.compute.follow(torch.cuda.current_stream(self.torch_device))
 

@@ -5,8 +5,8 @@ for it idles as long. So the switch interval is shorter while a step runs on GPU
 because each switch costs some microseconds.
 
 The garbage collector holds the interpreter, too. A full collection walks through all objects of the process, of which
-torch, Lightning and transformers alone make half a million: 0.3 s. So those that exist when a run on GPUs starts are
-left out until it ends.
+torch, Lightning and transformers alone make half a million: 0.3 s. So those that exist when a run starts are left out
+until it ends.
 """
 
 from __future__ import annotations

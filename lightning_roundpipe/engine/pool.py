@@ -20,6 +20,7 @@ import torch
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, intraop_threads
 from lightning_roundpipe.devices.errors import is_sticky
+from lightning_roundpipe.devices.interpreter import unwalked_objects
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.process_state import noticed_changes
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
@@ -58,6 +59,7 @@ class Pool:
         self._limit, self._elsewhere = watchdog_timeout, elsewhere
         self._around = contextlib.ExitStack()
         self._around.enter_context(devices[0].process_settings())  # first, as new threads inherit the settings
+        self._around.enter_context(unwalked_objects())
         self.baton = Baton()
         self.workers = [Worker(device, self.baton, prefetch=prefetch) for device in devices]
         types = {device.torch_device.type for device in devices}

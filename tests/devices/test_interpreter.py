@@ -14,7 +14,6 @@ import zoo
 from harness import ours, run
 
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.interpreter import quick_switches, unwalked_objects
 
 USUAL = 0.005
@@ -61,14 +60,13 @@ class TestUnwalkedObjects:
         assert not gc.get_freeze_count()
         assert any(found is kept for found in gc.get_objects())
 
-    def test_hold_for_a_run_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hold_for_a_run(self) -> None:
         seen: list[int] = []
 
         class Looking(zoo.PlainClassifier):
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
                 seen.append(gc.get_freeze_count())
 
-        monkeypatch.setattr(EmulatedDevice, "process_settings", CudaDevice.process_settings)
         run(ours(num_microbatches=2), Looking(zoo.MLP()), zoo.make_batches("mlp", 2), devices=2)
         assert len(seen) == 2 and all(seen)
         assert not gc.get_freeze_count()
