@@ -33,7 +33,8 @@ from lightning_roundpipe.planning.updates import ADAMW_BYTES
 EMULATED_WORKERS = 4
 """Default number of emulated devices, as in ``conf/hardware/cpu.yaml``."""
 ENGINE_S = 0.5e-3
-"""Assumed seconds of the interpreter for the engine's own work, for a layer call and for a turn each."""
+"""Assumed seconds of the interpreter for the engine's own work, for a layer call and for a turn each;
+``benchmarks/bench_engine.py`` measures them."""
 SHARE = 0.25
 """Largest share of free memory that a probe takes."""
 
