@@ -364,7 +364,7 @@ def _kept(self: Any, optimizer: Any, batch: Tensor) -> Any:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "an unseen write between them": (_written_between(_unseen), "were written to"),
-    "a tensor of the batch before": (_kept, "Detach what is kept"),
+    "a tensor of the batch before": (_kept, "detach what is kept for a later batch"),
     "torch.autograd.grad": (
         lambda self, optimizer, batch: torch.autograd.grad(self.losses(batch)[0], self.trunk[1].out.weight),
         "autograd.grad",
