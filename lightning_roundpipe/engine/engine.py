@@ -347,13 +347,14 @@ class Engine:
     def _may_overlap(self) -> bool:
         """Whether a step's backward may go on when its outputs were returned, beside the next step.
 
-        Updates must go through the optimizer's thread, and there must be a plan. Each other condition rules out
-        something that the main thread changes meanwhile: attributes of which each microbatch has its own, the results
-        that logs go to, and the ``forward`` of layers.
+        Updates must go through the optimizer's thread, not for the first time, and there must be a plan. Each other
+        condition rules out something that the main thread changes meanwhile: attributes of which each microbatch has
+        its own, the results that logs go to, and the ``forward`` of layers.
         """
         context = self.context
         return (
             self.updates is not None
+            and self.updates.begun
             and context.learned.plan is not None
             and not context.shared.put_back
             and not context.learned.logs_in_backward

@@ -92,16 +92,12 @@ class AsyncOptimizer:
     def begin(self, *, zero_grad: bool) -> None:
         """Prepare for a batch. If no step has followed the one before it, that one is accumulated.
 
-        The first update ends before: optimizers compile in it, and compilers change state of the process.
-
         Args:
             zero_grad: whether to drop what was accumulated, as ``Optimizer.zero_grad`` does.
 
         Raises:
             Exception: what an update has raised.
         """
-        if self.submitted == self._first + 1:
-            self._rest()
         self._raise_error()
         self.gradients.hide()
         self._accumulate()
@@ -128,8 +124,11 @@ class AsyncOptimizer:
 
     @interrupts_deferred()
     def submit(self, clip: Clip | None) -> None:
-        """Submit the optimizer step that follows the batch [1]."""
-        batch = self._take_batch()
+        """Submit the optimizer step that follows the batch [1].
+
+        Waits for the first one: an optimizer compiles in it, and compilers put back the process's generators.
+        """
+        batch, is_first = self._take_batch(), not self.begun
         self.submitted += 1
         optimizer = self.optimizer.get()
         assert optimizer is not None, "a step has an optimizer"
@@ -139,6 +138,8 @@ class AsyncOptimizer:
             self._scales.last, self._outside(), self.gradients.keeps,
         )  # fmt: skip
         self._post(lambda: self.stepper.run(step))
+        if is_first:
+            self._rest()
 
     @property
     def begun(self) -> bool:
