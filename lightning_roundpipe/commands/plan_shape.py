@@ -216,9 +216,9 @@ def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
 def _goes_by_layer(wish: Wish) -> bool:
     """Return whether the optimizer steps a layer as soon as its gradients are complete, in one round of microbatches.
 
-    Clipping and loss scaling need all gradients first, and so do sums over machines.
+    Clipping and loss scaling need all gradients first.
     """
-    return not (wish.precision.startswith("16-") or wish.gradient_clip_val or wish.machines > 1)
+    return not (wish.precision.startswith("16-") or wish.gradient_clip_val)
 
 
 def _is_lean(module: nn.Module) -> bool:

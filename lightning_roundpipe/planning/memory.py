@@ -87,7 +87,8 @@ class Parameters:
         machines: number of machines that share the optimizer's state.
         optimizer_state: form of AdamW's moments, one of `config.OPTIMIZER_STATES`.
         shares: whether masters and their copies in compute precision share memory (`optim.split_masters`).
-        by_layer: whether a layer is updated as its gradients are complete, so that they need memory only until then.
+        by_layer: whether one machine updates a layer as its gradients are complete, so that they need memory only until
+            then.
     """
 
     trained: int
@@ -480,7 +481,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     moments = math.ceil(2 * OPTIMIZER_STATES[parameters.optimizer_state] * owned)
     all_gradients = held = max(MASTER_BYTES * trained, gradients)
     named = "gradients, fp32"
-    if parameters.by_layer and microbatches <= plan.round_microbatches:
+    if parameters.by_layer and machines == 1 and microbatches <= plan.round_microbatches:
         in_flight = heapq.nlargest(layers_in_flight(workers), (call.gradient_bytes for call in trains))
         held, named = min(all_gradients, sum(in_flight)), "gradients in flight, fp32"
         if held + moments < all_gradients:
