@@ -21,7 +21,7 @@ from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
 
-REMEDY = "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences"
+REMEDY = "Use smaller microbatches (half the batch size, or twice num_microbatches), shorter sequences"
 
 
 @pytest.fixture(autouse=True)
