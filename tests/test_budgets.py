@@ -15,7 +15,7 @@ from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.errors import DoesNotFit
-from lightning_roundpipe.memory.budget import worker_bytes
+from lightning_roundpipe.memory.budget import device_for, worker_bytes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
@@ -30,6 +30,15 @@ def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
     assert worker_bytes(Options(memory_budget=budget), devices) == allowed
     for device in devices:
         device.close()
+
+
+@pytest.mark.parametrize("budget", [0.3, 5000, None])
+def test_a_device_of_the_advised_size_has_that_budget(budget: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, devices = Options(memory_budget=budget), make_devices("cpu", [torch.device("cpu")], Emulation())
+    size = device_for(5000, options)
+    monkeypatch.setattr(EmulatedDevice, "capacity", lambda self: size)
+    assert worker_bytes(options, devices) == 5000
+    devices[0].close()
 
 
 def test_each_worker_keeps_to_a_share() -> None:

@@ -46,6 +46,7 @@ def test_values_are_read_whichever_way_they_are_written() -> None:
         (["file=a", "--worker", "2"], "There is no option 'worker'. Did you mean workers=?"),
         (["file=a", "nothing=2"], "There are file=, workers=, rate=, format=, memory=."),
         (["file=a", "lora.r="], "lora.r= has no value: write lora.r=VALUE."),
+        (["file=a", "workers"], "workers has no value: write workers=VALUE."),
         (["file=a", "workers=0"], "workers=0 must be a whole number of 1 to 8"),
         (["file=a", "rate=fast"], "rate=fast must be a number of seconds"),
         (["file=a", "format=jason"], "format=jason must be one of table, json. Did you mean json?"),

@@ -64,6 +64,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0].lstrip("-")
             known = re.findall(r"^ +--(\w+)", self.format_help(), flags=re.MULTILINE)
+            if name in known:
+                raise ValueError(f"{name} has no value: write {name}=VALUE.")
             hint = did_you_mean(name, known).replace("?", "=?") or f" There are {'=, '.join(known)}=."
             raise ValueError(f"There is no option {name!r}.{hint} All are in {self.prog} --help.")
         return vars(found), {group: tuple(pairs.items()) for group, pairs in groups.items()}

@@ -57,9 +57,9 @@ LESS_FRAGMENTED = (
 """Remedy where the CUDA allocator returns its whole cache to find room: enough memory is free, but fragmented."""
 
 SMALLER = (
-    "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences, token_tiles= or adapters: "
-    "roundpipe-plan estimates what fits. After the first window, which runs layer by layer, a smaller memory_budget= "
-    "makes stages smaller, too"
+    "Use smaller microbatches (half the batch size, or twice num_microbatches), shorter sequences, token_tiles= or "
+    "adapters: roundpipe-plan estimates what fits. After the first window, which runs layer by layer, a smaller "
+    "memory_budget= makes stages smaller, too"
 )
 """Remedies where a device is out of memory."""
 

@@ -626,6 +626,7 @@ class Evaluations:
         error, batch.failure = batch.failure, None  # the traceback refers to the batch
         try:
             if error is not None:
+                self._before = None  # its calls are not all that its kind makes
                 raise error
             return batch.output
         finally:

@@ -22,6 +22,7 @@ from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.memory.budget import (
     capacity_of,
     check_plan_fits,
+    device_for,
     libraries_note,
     library_bytes,
     memory_of_workers,
@@ -369,7 +370,8 @@ def _remedies(error: TooSmall, options: Options, devices: Sequence[Device], samp
     else:
         count = (options.num_microbatches or 1) * error.parts
         ways.append(f"num_microbatches={count} (of batches with as many samples)")
-    said = f"Set {', or '.join(ways)}." if ways else f"Use devices with more than {size_text(enough)}."
+    device = size_text(device_for(enough, options))
+    said = f"Set {', or '.join(ways)}." if ways else f"Use devices with {device} (emulated ones: emulation.memory)."
     return f" {said} Or name smaller modules in layers= so that the layer is split."
 
 

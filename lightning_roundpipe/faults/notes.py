@@ -34,7 +34,7 @@ class FaultPlace(NamedTuple):
         what: names a layer, or code between layers.
         phase: "forward", "backward" or "evaluation".
         microbatch: number of the microbatch; -1 is the whole batch.
-        slot, device: where it runs; None if they are not known.
+        slot, device: where it runs; None if they are not known. A slot that one call got has a number below 0.
     """
 
     what: str
@@ -46,7 +46,7 @@ class FaultPlace(NamedTuple):
     def __str__(self) -> str:
         phase = f"{self.phase} pass" if self.phase in ("forward", "backward") else self.phase
         who = f"microbatch {self.microbatch}" if self.microbatch >= 0 else "whole batch"
-        slot = f"slot {self.slot.index} ({self.slot.phase}), " if self.slot else ""
+        slot = f"slot {self.slot.index} ({self.slot.phase}), " if self.slot and self.slot.index >= 0 else ""
         return f"in {self.what}, {phase}, {who}, {slot}{_named(self.device)}"
 
 

@@ -6,6 +6,7 @@ or refuses it before the first batch. That batch then measures what calls need b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -111,6 +112,12 @@ def libraries_note(options: Options, devices: Sequence[Device]) -> str:
 def capacity_of(devices: Sequence[Device]) -> int | None:
     """Return the bytes of the smallest device, or None without a limit."""
     return min((c for c in (device.capacity() for device in devices) if c is not None), default=None)
+
+
+def device_for(nbytes: int, options: Options) -> int:
+    """Return the bytes of the smallest device of which workers may use ``nbytes``."""
+    budget = _SHARE if options.memory_budget is None else options.memory_budget
+    return math.ceil(nbytes / budget) if isinstance(budget, float) else nbytes
 
 
 def layers_that_fit(

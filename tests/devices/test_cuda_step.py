@@ -142,5 +142,5 @@ def test_out_of_memory_in_a_layer(gpus: list[CudaDevice], monkeypatch: pytest.Mo
     place, room = caught.value.__notes__
     assert "layer 'model.blocks.0', forward pass" in place
     assert " held " in room and "weights and gradients" in room and "other tensors" in room
-    assert "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences" in room
+    assert "Use smaller microbatches (half the batch size, or twice num_microbatches), shorter sequences" in room
     assert harness.roundpipe_threads() == []

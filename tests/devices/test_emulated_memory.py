@@ -48,7 +48,7 @@ def test_out_of_memory_says_what_is_there_and_what_helps(make: MakeDevice) -> No
         "Emulated CUDA device 0 is out of memory: 4 KiB for weights of the next slot",
         "5 KiB of 8 KiB",
         "weights of the slot 4 KiB, boundary 1 KiB",
-        "Use smaller microbatches (num_microbatches=2 halves them), shorter sequences",
+        "Use smaller microbatches (half the batch size, or twice num_microbatches), shorter sequences",
         "Or raise memory= of emulation=",
     ):
         assert part in message

@@ -188,8 +188,8 @@ DATA = [
     Mistake(
         SECTION,
         "`data.rows`, `data.loss_on` or `data.too_long` that there is not",
-        "data.…='…' must be …",
-        "or",
+        "data.…='…' must be",
+        "'…' or '…'",
         tuple(_reading(QUESTION, **{name: "x"}) for name in ("rows", "loss_on", "too_long")),
     ),
 ]

@@ -158,10 +158,17 @@ PLANS = [
     ),
     Mistake(
         SECTION,
-        "`plan` has a range backwards, or something else than a range",
+        "`plan` has a range backwards",
         "plan: … is not a span of calls",
-        "write",
-        tuple(options(plan=f"forward 0-3; fused 4-5; backward {span}; round 2") for span in ("3-0", "0-99999999999")),
+        "write the lower call first, counting from 0",
+        (options(plan="forward 0-3; fused 4-5; backward 3-0; round 2"),),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has something else than a range",
+        "plan: '…' is not a span of calls",
+        "write a call's number, like 5, or a range, like 4-7",
+        (options(plan="forward 0-3; fused 4-5; backward 0-99999999999; round 2"),),
     ),
     Mistake(
         SECTION,
