@@ -91,6 +91,8 @@ class Network(nn.Module):
         h = h + 0.5 * self.twice(h, keep)  # 3
         if extra == 2:
             h = F.dropout(h + self.twice(h, keep), 0.1 * self.drops)
+        for _ in range(4 * (extra == 3)):  # with the weights of the present stage
+            h = h + 0.1 * self.twice(h, keep)
         if not skips:
             h = self.last(h, keep)  # 4
         out: Tensor = self.head(h)  # 5
@@ -163,7 +165,8 @@ class Case:
         sizes: samples of each batch, the first one included (which is learned from).
         empty: (batch, microbatch) without a single target: it has no backward.
         skips: (batch, microbatch) that leaves a layer out. Not in the first window.
-        extra: (batch, microbatch, place) that calls a layer once more, which the plan does not have. Likewise.
+        extra: (batch, microbatch, place) that calls a layer once more, or at place 3 four times more, which the plan
+            does not have. Likewise.
         accumulate: batches per optimizer step.
         blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
         drops: whether layers and user code draw random numbers. If not, a step's backward goes on when the next one

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
         empty=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
         skips=draw(st.none() | st.tuples(st.integers(accumulate, 2), st.integers(0, microbatches - 1))),
         extra=draw(
-            st.none() | st.tuples(st.integers(accumulate, 2), st.integers(0, microbatches - 1), st.integers(1, 2))
+            st.none() | st.tuples(st.integers(accumulate, 2), st.integers(0, microbatches - 1), st.integers(1, 3))
         ),
         accumulate=accumulate,
         drops=draw(st.booleans()),

@@ -385,7 +385,7 @@ class Engine:
             self._looked_at = True
             self.context.gradients.drop()  # they hold part of a step, or wait for downloads that will never finish
             self.model.buffers.drop()
-            before, self._step_in_flight = self._step_in_flight, None
+            before, self._step_in_flight, self._given = self._step_in_flight, None, None
             for broken in (before, step):
                 if broken is not None:
                     self._end(broken, failed=True)

@@ -150,7 +150,8 @@ class StageArena(Arena):
         """Note that its slot is closed: who comes after it comes after all that were there before it, too."""
         own = [region for region in (place.weights, place.gradients) if region is not None]
         for older in self._regions[: self._regions.index(place.weights)]:
-            older.give_way(min(region.start for region in own), max(region.end for region in own))
+            for region in own:  # not all between them: a slot that shares weights has an empty region at the start
+                older.give_way(region.start, region.end)
         self._regions = [region for region in self._regions if region.nbytes or region.last_use is None]
 
     def add_gradients(self, place: Place, gradients: Sequence[int]) -> Region:

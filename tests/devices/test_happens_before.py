@@ -35,13 +35,15 @@ CASES = {
     "carrying": stress.Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2; carry 0-3", 2, drops=False),
     "carrying ahead": stress.Case("forward 0-3; fused 4-5; backward 0-3; round 4; recompute ahead; carry 0 2-3", 3),
     "blocking": stress.Case(harness.per_call(6, 4), 3, blocking=True),
+    "repeating": stress.Case(harness.single(6), 1, 2, (8, 8), extra=(1, 0, 3), drops=False),
     "accumulating": stress.Case(harness.single(6), 2, sizes=(8, 7, 8, 8), accumulate=2, drops=False),
 }
+QUICK = ("overlapping", "carrying", "blocking", "repeating")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("overlapping", "carrying", "blocking") else pytest.mark.slow) for n in CASES],
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES],
 )
 def test_a_model_with_everything(name: str) -> None:
     """User code between all layers, with residuals and weights; a layer that writes to its input; one that is used

@@ -15,6 +15,7 @@ from patience import until
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.devices.thread_event import ThreadEvent
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
@@ -79,6 +80,21 @@ def test_a_step_whose_predecessor_fails_while_it_is_made_fails_with_it(monkeypat
         with monkeypatch.context() as patch, pytest.raises(Boom, match="before"):
             patch.setattr("lightning_roundpipe.engine.step.GradReadiness", readiness)
             train()
+
+
+def test_gradients_that_a_failed_step_never_downloads_are_not_waited_for() -> None:
+    """The error comes out behind the window that returned their losses. The next window trains on."""
+    with engined(staleness=0) as (ours, train):
+        ours.engine.settle()
+        for device in ours.engine.context.pool.devices:
+            device.gradients_down.wait(ThreadEvent("never reached", device._switch, timed=False))
+        train()
+        step = ours.engine._step_in_flight
+        assert step is not None
+        until(lambda: any(sums.arrived is not None for sums in step.slots.sums.values()), "no download is enqueued")
+        step.spec.scope.fail(Boom("behind the window"))
+        with pytest.raises(Boom, match="behind the window"):
+            ours.engine.settle()
 
 
 def test_devices_are_reset_behind_the_last_upload(monkeypatch: pytest.MonkeyPatch) -> None:
