@@ -419,7 +419,7 @@ class Faulty(Counting):
         if self.kind == "another exchange" and self.trainer.global_step == 8:
             self.trainer.strategy.barrier() if RANK else self.trainer.strategy.reduce(torch.tensor(1.0))
         if self.kind == "is slow" and RANK == 1 and not batch_idx:
-            time.sleep(14)
+            time.sleep(22)
         if self.kind == "own plateau":
             self.log("val", float(self.current_epoch * (1 - 2 * RANK)), sync_dist=False)
             return
@@ -447,7 +447,7 @@ def fault(folder: Path, kind: str, timeout: float | None = None) -> dict[str, An
     if kind == "fewer batches that nobody counts":
         training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
     options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
-    timeout = timeout or (12.0 if kind in ("stopped", "is slow") else 60.0)
+    timeout = timeout or (20.0 if kind in ("stopped", "is slow") else 60.0)
     module = Faulty(kind)
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
     trainer = trainer_of(
