@@ -18,7 +18,6 @@ from patience import longer_each_try
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import emulated_work
-from lightning_roundpipe.devices.errors import DeviceOutOfMemory
 
 UNKIND = {"poison": True, "delay_seed": 4}
 MLP = zoo.make_module("mlp").model
@@ -226,14 +225,6 @@ def test_batches_that_make_other_calls(what: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ one alone
-
-
-def test_a_full_device_is_named_in_a_validation_that_is_its_kinds_first() -> None:
-    """The failing call has times, and is none of those that the batch had made: looking it up hid the error."""
-    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 1, samples=600)
-    with pytest.raises(DeviceOutOfMemory, match="out of memory") as error:
-        validate(ours(emulation={"memory": "200KB"}), module, batches)
-    assert "evaluation, microbatch 0, device cpu" in error.value.__notes__[0]
 
 
 def test_weights_that_a_validation_step_puts_back_are_trained_on() -> None:

@@ -17,6 +17,7 @@ import harness
 import lightning.pytorch as pl
 import pytest
 import torch
+import zoo
 from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
@@ -140,3 +141,12 @@ def test_a_copy_that_fails(number: int) -> None:
     PLANTED.clear()
     if number == 20:
         trains_again(trainer)
+
+
+def test_a_full_device_is_named_in_a_validation_that_is_its_kinds_first() -> None:
+    """The failing call has times, and is none of those that the batch had made: looking it up hid the error."""
+    module, batches = zoo.make_module("mlp"), harness.loader(zoo.make_batches("mlp", 1, samples=600))
+    trainer = harness.trainer_of(harness.ours(emulation={"memory": "200KB"}))
+    with harness.quiet(), pytest.raises(DeviceOutOfMemory, match="out of memory") as error:
+        trainer.validate(module, batches, verbose=False)
+    assert "evaluation, microbatch 0, device cpu" in error.value.__notes__[0]
