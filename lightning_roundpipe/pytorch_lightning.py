@@ -24,7 +24,6 @@ _PARTS = (
     "reports.monitors",
     "trainer.shared_settings",
     "trainer.several_machines",
-    "trainer.resuming",
     "trainer.lookahead",
     "trainer.windows",
     "trainer.evaluation_window",

@@ -67,7 +67,6 @@ from lightning_roundpipe.trainer.refusals import (
     unfitting_weights,
     unreadable_checkpoint,
 )
-from lightning_roundpipe.trainer.resuming import holds_place, warn_of_lost_place
 from lightning_roundpipe.trainer.several_machines import SeveralMachines, folder_of_checkpoints
 from lightning_roundpipe.trainer.stepping import Stepping
 from lightning_roundpipe.trainer.windows import Window
@@ -218,7 +217,6 @@ class RoundPipeStrategy(SeveralMachines):
         """Gradients of an open window, by parameter, while the engine is set up again."""
         self._former: dict[int, weakref.ref[Tensor]] = {}
         """Parameters of the models of earlier engines, by id. Optimizers may still hold them; they get no gradients."""
-        self._holds_place = False
         self._window: Window | None = None
 
     # -- devices and processes ----------------------------------------------------------------------------------------
@@ -349,7 +347,6 @@ class RoundPipeStrategy(SeveralMachines):
             self._agree_on_training(module.trainer, module, buckets)
             self._agree_on_stopping(module.trainer)
             self._stepping.started()
-            warn_of_lost_place(module.trainer, self._holds_place)
 
     def _attach(self) -> None:
         """Set up again, before a step, if user code has replaced modules or parameters of the model.
@@ -651,7 +648,6 @@ class RoundPipeStrategy(SeveralMachines):
         refuse_strange_checkpoint(checkpoint_path, checkpoint)
         for key in checkpoint.keys() - {"state_dict", "optimizer_states"}:  # hooks and callbacks may keep these
             checkpoint[key] = tree_map_only(Tensor, torch.clone, checkpoint[key])
-        self._holds_place = holds_place(checkpoint)
         return checkpoint
 
     @override
