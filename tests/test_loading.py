@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_roundpipe.model import weight_files
+from lightning_roundpipe.model import loading
 from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_name, from_package
 from lightning_roundpipe.model.quantize import is_quantized
 
@@ -143,7 +143,7 @@ def test_a_model_by_name(shards: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert "*/*" in ignore_patterns
         return str(shards)
 
-    monkeypatch.setattr(weight_files, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
     assert torch.equal(logits(from_name("some/model", dtype="auto")), logits(from_folder(shards, dtype="auto")))
     torch.manual_seed(3)
     random = from_name("some/model", weights="random", dtype="auto")

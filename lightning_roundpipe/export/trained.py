@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from lightning_roundpipe.export.merging import IN_PEFT
 from lightning_roundpipe.messages import first_line, plural
-from lightning_roundpipe.model.loading import Pretrained, reading
-from lightning_roundpipe.model.weight_files import from_the_hub
+from lightning_roundpipe.model.loading import Pretrained, from_the_hub, reading
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.loading import reading
-from lightning_roundpipe.model.weight_files import check_file, weight_files
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -56,24 +55,21 @@ class StoredWeights:
         self._setting = setting
         self._files: dict[str, Path] = {}
         self.specs = {}
-        with reading(folder, setting):
-            try:
-                files = weight_files(folder)
-            except FileNotFoundError:
-                files = {}
-        if not files:
+        index, files = folder / "model.safetensors.index.json", [folder / "model.safetensors"]
+        if index.is_file():
+            with reading(index, setting):
+                files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        elif not files[0].is_file():
             raise ValueError(
                 f"{setting}: {folder} holds no weights in safetensors files. Name a model with them by base=, or load "
                 "this one and save_pretrained() it first."
             )
-        for path, names in files.items():
-            with reading(path, setting):
-                check_file(path, names)
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                        part, self._files[name] = file.get_slice(name), path
-                        dtype = str_to_torch_dtype[part.get_dtype()]
-                        self.specs[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        for path in files:
+            with reading(path, setting), safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                    part, self._files[name] = file.get_slice(name), path
+                    dtype = str_to_torch_dtype[part.get_dtype()]
+                    self.specs[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         wanted: dict[Path, list[str]] = defaultdict(list)

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +37,6 @@ from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.quantize_weight import UnfitModelError
 from lightning_roundpipe.model.rope import stretch
-from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
 
 RANDOM = "random"
 PRETRAINED = "pretrained"
@@ -254,6 +254,16 @@ def from_name(
     return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
 
 
+def from_the_hub(name: str, *, weights: bool) -> Path:
+    """Return the folder with the files of the model ``name``, downloaded unless they are cached.
+
+    Raises:
+        Exception: of many types, if the files are neither cached nor available.
+    """
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
+    return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+
+
 def _find(text: str, setting: str, *, weights: bool) -> Path:
     """Return the folder that ``text`` names, local or downloaded from the hub."""
     path = Path(text).expanduser().absolute()
@@ -294,11 +304,6 @@ def _refuse_other_shape(
 def _from_files(path: Path, setting: str, form: _Form, config: PretrainedConfig, *, given: bool = False) -> Pretrained:
     """Return the model in a folder. ``given``: whether ``config`` is to be read with, and not the folder's own."""
     stretch(config, form.rope)
-    with reading(path, setting):
-        files = weight_files(path)
-    for file, names in files.items():
-        with reading(file, setting):
-            check_file(file, names)
     with reading(path, setting):
         tokenizer = _tokenizer(path)
     options: dict[str, Any] = {"config": config} if given or form.rope is not None else {}

@@ -176,13 +176,6 @@ def _shorten_shard(number: int, length: int) -> Callable[[Path], Any]:
     return lambda folder: _shorten(_shards(folder)[number].name, length)(folder)
 
 
-def _swap_shards(folder: Path) -> None:
-    first, second, *_ = _shards(folder)
-    first.rename(folder / "kept")
-    second.rename(first)
-    (folder / "kept").rename(second)
-
-
 def _one_file(user: User) -> Pretrained:
     from_config("llama", **LLAMA).model.save_pretrained(user.folder)
     return from_config("llama", weights=user.folder / "model.safetensors", **LLAMA)
@@ -361,7 +354,6 @@ MODELS = [
         (
             _weights(_shorten_shard(1, 1500)),
             _weights(lambda folder: _shards(folder)[1].unlink()),
-            _weights(_swap_shards),
             _weights(_shorten("model.safetensors.index.json", 20)),
             _weights(lambda folder: (folder / "model.safetensors.index.json").unlink()),
         ),
