@@ -682,12 +682,7 @@ class RoundPipeStrategy(SeveralMachines):
         states = checkpoint["optimizer_states"]
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            replaced = load_optimizer(optimizer, state, self.options.optimizer_state)
-            if replaced and self._running()[0].trainer.ckpt_path is not None:  # else it is the tuner's own checkpoint
-                rank_zero_info(
-                    f"{PREFIX}{type(optimizer).__name__} goes on with the checkpoint's settings, not with those of "
-                    f"configure_optimizers(): {replaced}."
-                )
+            load_optimizer(optimizer, state, self.options.optimizer_state)
         if self._stepping is not None:
             self._stepping.loaded()
 

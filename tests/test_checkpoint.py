@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import signal
 import time
 from collections import Counter
@@ -38,11 +37,6 @@ class Scheduled(zoo.CausalLM):
         optimizer = adamw(self.parameters())
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Rescheduled(Scheduled):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.5)
 
 
 def fresh(name: str = "llama", lora: bool = False) -> zoo.ZooModule:
@@ -115,25 +109,6 @@ def test_resume_continues_bit_for_bit(name: str, lora: bool, done: int, stalenes
     assert_continues(whole, resumed, done)
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the strategy says."""
-    lines: list[str] = []
-    monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", lines.append)
-    return lines
-
-
-def test_settings_that_a_checkpoint_replaces_are_said(tmp_path: Path, said: list[str]) -> None:
-    """Another learning rate had no effect, without a word. What a schedule has changed is not another setting."""
-    module, batches = fresh(), zoo.make_batches("llama", 1) * 5
-    train(OURS, module, batches, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
-    train(OURS, fresh(), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
-    assert "goes on with" not in "".join(said)
-    train(OURS, Rescheduled(zoo.make_module("llama").model), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
-    text = "settings, not with those of configure_optimizers(): lr=0.01 (not 0.001), weight_decay=0.01 (not 0.5)."
-    assert f"roundpipe: AdamW goes on with the checkpoint's {text}" in said
-
-
 def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path: Path) -> None:
     """All of a model's tensors were listed, which is pages of text."""
     path = tmp_path / "at.ckpt"
@@ -141,15 +116,7 @@ def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match=r"has adapters \(LoRA\), and the other has none") as raised:
         train(OURS, fresh("qwen3", lora=True), zoo.make_batches("qwen3", 1), fit={"ckpt_path": path})
     assert len(str(raised.value)) < 1000
-    assert re.search(
-        r'Missing key\(s\) in state_dict: "[^"]*", "[^"]*", "[^"]*" and \d+ more\. Unex', str(raised.value)
-    )
-    loaded = torch.load(path, weights_only=True)
-    loaded["state_dict"] = {name: value[:1] for name, value in loaded["state_dict"].items()}
-    torch.save(loaded, path)
-    with pytest.raises(RuntimeError, match=r"And \d+ more of other sizes\. Build") as raised:
-        train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), fit={"ckpt_path": path})
-    assert str(raised.value).count("size mismatch") == 3
+    assert "Missing key(s) in state_dict: " in str(raised.value)
 
 
 class Within(pl.Callback):

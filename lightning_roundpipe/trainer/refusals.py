@@ -8,7 +8,7 @@ and the remedy.
 from __future__ import annotations
 
 import os
-import re
+import textwrap
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -31,13 +31,8 @@ from lightning_roundpipe.planning.schedule import Plan
 _NAMED = 3
 """Most tensors that a message names."""
 
-_KINDS = ("Missing", "Unexpected")
-"""What torch calls the tensors of a checkpoint that a module lacks, and those that it alone has."""
-
-_WAYS_TO_COMPUTE = {"foreach", "fused", "capturable", "differentiable"}
-"""Settings of torch's optimizers that do not decide what is computed."""
-
-_MOMENTUM = {"momentum", "betas"}
+_LISTED = 500
+"""Characters of torch's list of tensors that do not fit, which has all of a model's."""
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 """Keys of every checkpoint that Lightning writes."""
@@ -243,44 +238,25 @@ def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
 
 def unfitting_weights(module: LightningModule, error: RuntimeError) -> RoundPipeError:
     """Return the exception to raise when the checkpoint's ``state_dict`` does not fit the module."""
-    adapters = [f"{kind} key(s)" in line and "lora_" in line for kind in _KINDS for line in str(error).splitlines()]
-    hint = " One of the two has adapters (LoRA), and the other has none." if any(adapters) else ""
+    adapters = any("key(s)" in line and "lora_" in line for line in str(error).splitlines())
+    hint = " One of the two has adapters (LoRA), and the other has none." if adapters else ""
+    listed = textwrap.shorten(str(error), _LISTED, placeholder=" ...")
     return RoundPipeError(
-        f"ckpt_path: the checkpoint is of another model than this {type(module).__name__}: "
-        f"{_shortened(str(error))}{hint} Build the model that it was saved from, or set module.strict_loading=False "
-        "if it is to be loaded in part."
+        f"ckpt_path: the checkpoint is of another model than this {type(module).__name__}: {listed}{hint} Build the "
+        "model that it was saved from, or set module.strict_loading=False if it is to be loaded in part."
     )
 
 
-def _shortened(error: str) -> str:
-    """Return torch's list of tensors that do not fit, with the first few of each kind and the number of the others."""
-    said, sizes = [], 0
-    for line in error.splitlines():
-        names = re.findall(r'"[^"]*"', line)
-        if line.strip().startswith("size mismatch"):
-            sizes += 1
-            if sizes > _NAMED:
-                continue
-        elif len(names) > _NAMED:
-            line = f"{line.partition(names[0])[0]}{', '.join(names[:_NAMED])} and {len(names) - _NAMED:,} more."
-        said.append(" ".join(line.split()))
-    return " ".join([*said, f"And {sizes - _NAMED:,} more of other sizes."] if sizes > _NAMED else said)
-
-
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) -> str:
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) -> None:
     """Load ``state``. A state with other groups raises now rather than at its first step.
 
     Args:
         optimizer: gets the state.
         state: a ``state_dict()``.
         form: how the optimizer keeps its moments, one of `config.OPTIMIZER_STATES`.
-
-    Returns:
-        The settings that the state replaces by others than those of configure_optimizers(), in words; empty if none.
     """
     # Loading adds defaults that no group of this class has.
     needed = [group.keys() & optimizer.defaults.keys() for group in optimizer.param_groups]
-    configured = [_settings(optimizer, group) for group in optimizer.param_groups]
     try:
         load(optimizer, state, form)
         groups = zip(needed, optimizer.param_groups, strict=True)
@@ -294,27 +270,6 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) ->
             "the same optimizer and groups in configure_optimizers(), or take only the weights "
             "(load_from_checkpoint)."
         )
-    loaded = [_settings(optimizer, group) for group in optimizer.param_groups]
-    return ", ".join(
-        dict.fromkeys(
-            f"{key}={now[key]!r} (not {before[key]!r})"
-            for before, now in zip(configured, loaded, strict=True)
-            for key in before
-            if key in now and now[key] != before[key]
-        )
-    )
-
-
-def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group that decide the numbers. The learning rate is the one that schedules start with.
-
-    A schedule of momentum changes that with the learning rate.
-    """
-    keys = optimizer.defaults.keys() - _WAYS_TO_COMPUTE - (_MOMENTUM if "max_momentum" in group else set())
-    found = {key: group[key] for key in sorted(keys) if key in group}
-    if "initial_lr" in group and "lr" in found:
-        found["lr"] = group["initial_lr"]
-    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
 
 def refuse_missing_states(states: int, optimizers: int) -> None:
