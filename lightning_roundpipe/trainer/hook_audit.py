@@ -35,8 +35,6 @@ from typing_extensions import override
 from lightning_roundpipe.optim.independence import stepped_by_parameter
 
 PASSIVE_HOOKS = "roundpipe_passive_hooks"
-_EARLIER_NAME = "roundpipe_looks_away"
-"""What the declaration was called before the first release; read for one release more."""
 
 DECLARE = f"(the class attribute {PASSIVE_HOOKS} = True declares that it does not)"
 """How a class avoids that its hooks are waited for."""
@@ -257,7 +255,7 @@ def _looks(listener: Any, hook: str, base: type) -> bool:
 
 
 def _declares(holder: Any, hook: str) -> bool:
-    named = vars(holder).get(PASSIVE_HOOKS, vars(holder).get(_EARLIER_NAME, ()))
+    named = vars(holder).get(PASSIVE_HOOKS, ())
     return named is True or (named is not False and hook in ((named,) if isinstance(named, str) else named))
 
 
