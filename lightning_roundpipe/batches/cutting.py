@@ -8,13 +8,13 @@ tensors belong to all samples, or whether a list has an item for each sample, on
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_roundpipe.messages import plural
@@ -62,7 +62,7 @@ def cut(batch: Any, count: int | None, size: int | None) -> list[Any]:
     if len(sizes) == 1:
         return [batch]
     ends = [0, *itertools.accumulate(sizes)]
-    return [_rebuilt(batch, slice(start, end)) for start, end in itertools.pairwise(ends)]
+    return [apply_to_collection(batch, Tensor, _rows, slice(start, end)) for start, end in itertools.pairwise(ends)]
 
 
 def samples_in(part: Any) -> int:
@@ -115,37 +115,6 @@ def _tensors(value: Any, path: str, asked: str) -> Iterator[tuple[str, Tensor]]:
     yield path, value
 
 
-def _rebuilt(value: Any, rows: slice) -> Any:
-    """Return the same containers with ``rows`` of each tensor."""
-    if isinstance(value, Tensor):
-        # A part has a version counter of its own: what a step writes to its part is no write to the others.
-        return value[rows] if type(value) is not Tensor or value.requires_grad else value.data[rows]
-
-    def change(item: Any) -> Any:
-        return _rebuilt(item, rows)
-
-    if isinstance(value, Mapping):
-        return _with_items(value, change)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(change, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fresh = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(fresh, field.name, change(getattr(value, field.name)))
-        return fresh
-    return value
-
-
-def _with_items(value: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
-    """Return a mapping of the type of ``value``, such as a tokenizer's ``BatchEncoding``, with changed items."""
-    items = {key: change(item) for key, item in value.items()}
-    if type(value) is dict:
-        return items
-    mapping: Any = copy.copy(value)
-    if isinstance(getattr(mapping, "data", None), dict):  # the copy of a UserDict shares its dict
-        mapping.data = dict(mapping.data)
-    for key, item in items.items():
-        mapping[key] = item
-    return mapping
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    # A part has a version counter of its own: what a step writes to its part is no write to the others.
+    return tensor[rows] if type(tensor) is not Tensor or tensor.requires_grad else tensor.data[rows]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_roundpipe.batches.weights import weighted_mean
@@ -35,17 +36,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 def detached(output: Any) -> Any:
     """Return what ``training_step`` returned, detached. It stays on its device: a copy would wait for the forward."""
-    return _mapped(Tensor.detach, output)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return function(output)
-    if isinstance(output, Mapping):
-        return {k: _mapped(function, v) for k, v in output.items()}
-    if isinstance(output, (list, tuple)) and type(output) in (list, tuple):
-        return type(output)(_mapped(function, v) for v in output)
-    return output
+    return apply_to_collection(output, Tensor, Tensor.detach, allow_frozen=True)
 
 
 def joined_loss(losses: Sequence[Tensor], weights: Sequence[float], *, adds: bool) -> Tensor:
@@ -63,7 +54,7 @@ def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
         outputs: what ``training_step`` returned for each part, detached.
         samples: samples of each part.
     """
-    outputs = [_mapped(Tensor.cpu, output) for output in outputs]
+    outputs = [apply_to_collection(output, Tensor, Tensor.cpu, allow_frozen=True) for output in outputs]
     last = outputs[-1]
     if len(outputs) == 1 or not isinstance(last, Mapping):
         return last

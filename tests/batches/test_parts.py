@@ -19,8 +19,8 @@ from lightning_roundpipe.batches.outputs import joined
 from lightning_roundpipe.batches.weights import weighted_mean
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
+@dataclasses.dataclass
+class Fields:
     x: Tensor
 
 
@@ -51,14 +51,14 @@ def test_microbatches_need_an_element() -> None:
 def test_parts_are_views_and_the_batch_is_not_changed() -> None:
     """A batch of images is not copied, and callbacks are given the whole batch after the step."""
     x = torch.arange(10).reshape(5, 2)
-    batch: Any = {"enc": BatchEncoding({"ids": x}), "user": UserDict(ids=x), "frozen": Frozen(x), "list": [x, None]}
+    batch: Any = {"enc": BatchEncoding({"ids": x}), "user": UserDict(ids=x), "fields": Fields(x), "list": [x, None]}
     first, second = cut(batch, 2, None)
     for part, rows in ((first, x[:3]), (second, x[3:])):
         assert type(part["enc"]) is BatchEncoding and type(part["user"]) is UserDict and part["list"][1] is None
-        for cut_x in (part["enc"].ids, part["user"]["ids"], part["frozen"].x, part["list"][0]):
+        for cut_x in (part["enc"].ids, part["user"]["ids"], part["fields"].x, part["list"][0]):
             assert cut_x.equal(rows)
             assert cut_x.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert batch["enc"]["ids"] is batch["user"]["ids"] is batch["frozen"].x is batch["list"][0] is x
+    assert batch["enc"]["ids"] is batch["user"]["ids"] is batch["fields"].x is batch["list"][0] is x
 
 
 @pytest.mark.parametrize(
