@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_roundpipe"
 
 LAYERS: list[set[str]] = [
-    {"config", "messages", "extras"},
+    {"config", "messages", "extras", "heap"},
     {"devices", "planning", "model", "optim", "machines"},
     {"batches", "threads"},
     {"faults", "memory"},

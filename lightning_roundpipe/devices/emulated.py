@@ -21,9 +21,9 @@ from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_link import Delays, Link
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
-from lightning_roundpipe.devices.heap import share_heap
 from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
 from lightning_roundpipe.devices.saved import counting_paused_in_transforms, saved_for_backward
+from lightning_roundpipe.heap import share_heap
 
 ALIGNMENT = 256
 """Bytes. The least alignment of a GPU's allocator, which vectorised kernels rely on."""

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from torch import nn
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.heap import give_back
+from lightning_roundpipe.heap import give_back
 from lightning_roundpipe.memory.dtypes import Formats, widen
 from lightning_roundpipe.memory.layer_weights import LayerWeights, Owned
 from lightning_roundpipe.memory.module_buffers import HostBuffers, LayerBuffers

@@ -12,9 +12,7 @@ Models get the same marks as from transformers, so that PEFT and ``save_pretrain
 
 from __future__ import annotations
 
-import ctypes
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from typing_extensions import override
 
+from lightning_roundpipe.heap import give_back
 from lightning_roundpipe.model.quantize_experts import (
     IMPLEMENTATION,
     ExpertWeights,
@@ -48,7 +47,8 @@ _PARTS = (
 )  # fmt: skip
 
 _TRIM_EVERY = 16 << 20
-"""Bytes of packed weights in their first format, after which freed memory is returned to the system."""
+"""Bytes of packed weights in their first format, after which freed memory is returned to the system. A packed weight
+takes a part of the memory that the weight before it was in, and the rest is too small for the next weight."""
 
 _installing = threading.Lock()
 
@@ -105,7 +105,7 @@ class _Quantizer:
                 del module._parameters[own]
                 setattr(module, own, ExpertWeights(cast(nn.Parameter, weight)))
         _forget_conversions(model, self.experts)
-        _return_freed_memory()
+        give_back()
         for name, module in model.named_modules():
             if wrong := misfit(module):
                 raise ValueError(f"the quantised weight of {name!r} {wrong}")
@@ -128,7 +128,7 @@ class _Quantizer:
         self._untrimmed += weight.nbytes
         if self._untrimmed >= _TRIM_EVERY:
             self._untrimmed = 0
-            _return_freed_memory()
+            give_back()
         return made
 
 
@@ -214,14 +214,3 @@ def _forget_conversions(model: PreTrainedModel, experts: tuple[str, ...]) -> Non
         if not any(hasattr(operation, "hf_quantizer") for operation in operations) and not (operations and of_experts):
             kept.append(conversion)
     cast(Any, model)._weight_conversions = kept
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory to the system.
-
-    A packed weight takes a part of the memory that the weight before it was in. The rest is too small for the next
-    weight, so without this the process would keep nearly as much memory as the model takes in 16 bits.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
