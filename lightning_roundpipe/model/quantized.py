@@ -128,46 +128,15 @@ def prepare(module: nn.Module) -> None:
 
 
 def misfit(module: nn.Module) -> str | None:
-    """Return what is wrong with the packed weight of ``module``, its scales and its tables, or None.
-
-    Kernels read as many scales as the weight has blocks, also beyond the end of a tensor.
-    """
+    """Return what is wrong with the packed weight of ``module``, or None."""
     weight: Any = _weight(module)
     if weight is None or not _packs_weight(module):
         return None
     if not is_packed(weight) or not _is_quantized(weight):
         return f"has the dtype {weight.dtype} and is of no class of bitsandbytes"
-    if hasattr(module, "init_8bit_state"):
-        scales = cast(Any, module).state.SCB if weight.SCB is None else weight.SCB
-        return _wrong_parts({"scales": (scales, len(weight))})
-    state = weight.quant_state
-    if state is None:
-        return "lacks its scales"
-    shape = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    if None not in shape and tuple(state.shape) != shape:
-        return f"has the shape {tuple(state.shape)} instead of {shape}"
-    nbytes = weight.nbytes
-    blocks = -(-math.prod(state.shape) // state.blocksize)
-    wanted = {"scales": (state.absmax, blocks), "values in its table": (state.code, 16)}
-    if state.nested:
-        outer = -(-blocks // state.state2.blocksize)
-        wanted |= {"scales of scales": (state.state2.absmax, outer), "values for scales": (state.state2.code, 256)}
-    elif state.absmax is not None and not state.absmax.is_floating_point():
-        return "lacks its scales of scales"
-    if math.prod(state.shape) % state.blocksize == 0 and nbytes != math.prod(state.shape) // 2:
-        return f"has {nbytes} bytes instead of {math.prod(state.shape) // 2}"
-    return _wrong_parts(wanted)
-
-
-def _wrong_parts(wanted: Mapping[str, tuple[Tensor | None, int]]) -> str | None:
-    for what, (tensor, size) in wanted.items():
-        if tensor is None:
-            return f"lacks its {what}"
-        if tensor.numel() != size:
-            return f"has {tensor.numel()} {what} instead of {size}"
-        if tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
-            return f"has {what} that are not finite"
-    return None
+    eight_bits = hasattr(module, "init_8bit_state")
+    scales = (weight.SCB, cast(Any, module).state.SCB) if eight_bits else (weight.quant_state,)
+    return "lacks its scales" if all(found is None for found in scales) else None
 
 
 def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -258,14 +258,6 @@ def _drop(*endings: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     return change
 
 
-def _cut(ending: str) -> Callable[[dict[str, torch.Tensor]], Any]:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        name = next(name for name in weights if name.endswith(ending))
-        weights[name] = weights[name][: len(weights[name]) // 2].clone()
-
-    return change
-
-
 def _garble(weights: dict[str, torch.Tensor]) -> None:
     name = next(name for name in weights if name.endswith("bitsandbytes__nf4"))
     weights[name] = torch.zeros_like(weights[name])
@@ -431,12 +423,10 @@ MODELS = [
         (
             _quantised(_shorten("model.safetensors", 9000)),
             _quantised(_of_weights(_drop(*_PARTS))),
-            _quantised(_of_weights(_drop(".nested_absmax"))),
             _quantised(_configure(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})),
             _folder(_configure(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})),
             _quantised(_of_weights(_drop("q_proj.weight"))),
             _quantised(_of_weights(_garble)),
-            *(_quantised(_of_weights(_cut(part))) for part in ("q_proj.weight", ".absmax")),
         ),
     ),
     Mistake(

@@ -246,14 +246,6 @@ def _quantised(change: Any) -> Any:
     return way
 
 
-def _too_few_scales(head: Any) -> None:
-    head.weight.quant_state.absmax = head.weight.quant_state.absmax[:0].clone()
-
-
-def _infinite_scales(head: Any) -> None:
-    head.weight.quant_state.absmax = head.weight.quant_state.absmax.float().fill_(float("inf"))
-
-
 def _of_torchao(user: User) -> None:
     quantization: Any = pytest.importorskip("torchao.quantization")
     module = zoo.make_module("mlp")
@@ -369,20 +361,6 @@ MODULES = [
         "the weights of '…' are quantised by …, which the roundpipe strategy cannot train",
         "Load the 16-bit checkpoint of the model",
         (_by_gptq,),
-    ),
-    Mistake(
-        SECTION,
-        "a quantised weight whose scales are missing, or are not as many as its blocks",
-        "the quantised weight of '…' has … scales instead of …",
-        "Copy or download it again, or quantise the 16-bit checkpoint anew",
-        (_quantised(_too_few_scales),),
-    ),
-    Mistake(
-        SECTION,
-        "a quantised weight with scales that are infinite or no numbers",
-        "the quantised weight of '…' has scales that are not finite: its file is broken",
-        "Copy or download it again, or quantise the 16-bit checkpoint anew",
-        (_quantised(_infinite_scales),),
     ),
     Mistake(
         SECTION,
