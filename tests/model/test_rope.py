@@ -78,9 +78,7 @@ def test_a_folder_keeps_the_setting(tmp_path: Path) -> None:
     ("rope", "message"),
     [
         ({"rope_type": "yarm", "factor": 4.0}, "needs a rope_type, one of default, linear, dynamic, yarn"),
-        ({"rope_type": "yarn", "factors": 4.0}, "unknown parameter 'factors'. Did you mean 'factor'?"),
-        ({"rope_type": "yarn", "factor": 0}, "factor=0 must be a number of more than 0"),
-        ({"rope_type": "yarn"}, "transformers does not take these parameters"),
+        ({"rope_type": "yarn", "factors": 4.0}, "transformers does not take these parameters"),
     ],
 )
 def test_mistakes(rope: dict[str, Any], message: str) -> None:
