@@ -345,3 +345,17 @@ def test_one_message_where_devices_cannot_overlap(
         train(2, Net, batches([4] * 4), accumulate_grad_batches=window)
     texts = [*caplog.messages, *(str(warning.message) for warning in recwarn)]
     assert sum("accumulate_grad_batches" in text and "num_microbatches" in text for text in texts) == (window == 1)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_batches_of_fewer_samples_than_parts_are_warned_of_once(window: int, recwarn: pytest.WarningsRecorder) -> None:
+    """The usual loader of large models, with batches of one sample, was not cut, without a word. The last batch of an
+    epoch may be short.
+    """
+    train(2, Net, batches([1] * 4), options={"num_microbatches": 4}, accumulate_grad_batches=window)
+    train(2, Net, batches([4, 4, 4, 2]), options={"num_microbatches": 4}, accumulate_grad_batches=window)
+    said = [
+        str(w.message) for w in recwarn if "num_microbatches=4 cuts a batch of 1 sample into 1 part." in str(w.message)
+    ]
+    assert len(said) == 1 and "accumulate_grad_batches=4" in said[0]
+    assert not [w for w in recwarn if "into 2 parts" in str(w.message)]

@@ -28,14 +28,22 @@ class Hints:
         for name in switched_off:
             self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
 
-    def of_one_microbatch(self, devices: int, wanted: int) -> None:
-        """Hint: a step of one microbatch keeps one device busy at a time; ``wanted``: the option num_microbatches."""
-        why = f", as num_microbatches={wanted} finds one sample in the batch" if wanted > 1 else ""
-        cut = "" if wanted > 1 else ", or RoundPipeStrategy(num_microbatches=...) to cut each batch"
+    def of_one_microbatch(self, devices: int) -> None:
+        """Hint: a step of one microbatch keeps one device busy at a time."""
         self.say(
             "one",
-            f"a step has one microbatch{why}, which keeps one of {plural(devices, 'device')} busy at a time. Set "
-            f"Trainer(accumulate_grad_batches=...) with smaller batches{cut}.",
+            f"a step has one microbatch, which keeps one of {plural(devices, 'device')} busy at a time. Set "
+            "Trainer(accumulate_grad_batches=...) with smaller batches, or RoundPipeStrategy(num_microbatches=...) to "
+            "cut each batch.",
+        )
+
+    def of_few_samples(self, asked: int, samples: int) -> None:
+        """Warning: batches have fewer samples than parts are asked for."""
+        self.warn(
+            "samples",
+            f"num_microbatches={asked} cuts a batch of {plural(samples, 'sample')} into {plural(samples, 'part')}. "
+            f"Let the data loader give batches of at least {asked} samples, or take num_microbatches out and set "
+            f"Trainer(accumulate_grad_batches={asked}).",
         )
 
     def of_cuts(self, refined: Refined) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_roundpipe.batches.cutting import cut, samples_in
+from lightning_roundpipe.batches.cutting import Microbatches, cut, samples_in
 from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
@@ -93,6 +93,7 @@ class Window:
         self._result = WindowResult()
         self._losses: dict[int, Tensor] = {}
         self._all = [microbatches for _, microbatches in self._batches]
+        self._begins_epoch = epoch.batch_progress.current.ready == 1 and not isinstance(args[0], Microbatches)
         self._come_to = 0
 
     @property
@@ -114,8 +115,11 @@ class Window:
             epoch.batch_progress = before
         self._trainer.should_stop = stopping
         workers = len(engine.context.pool.workers)
-        if len(functions) == self._accumulated == 1 < workers:  # not of a short window, nor of a closure's second call
-            engine.hints.of_one_microbatch(workers, engine.context.options.num_microbatches or 1)
+        asked = engine.context.options.num_microbatches or 1
+        if self._begins_epoch and len(self._all[0]) < asked:
+            engine.hints.of_few_samples(asked, len(self._all[0]))
+        elif len(functions) == self._accumulated == 1 < workers:  # not a short window, nor a closure's second call
+            engine.hints.of_one_microbatch(workers)
         self._functions = []
         losses: dict[int, tuple[Tensor, bool]] = {}
         for batch, microbatches in enumerate(self._all):
