@@ -486,7 +486,12 @@ MODULES = [
         "`on_train_batch_start` that returns -1 within a window",
         "on_train_batch_start returned -1 within a window of accumulate_grad_batches=…",
         "return -1 for the first batch of a window, or set accumulate_grad_batches=1",
-        (lambda user: user.fit(_Skips(mlp()), trainer={"accumulate_grad_batches": 4}),),
+        (
+            lambda user: user.fit(_Skips(mlp()), trainer={"accumulate_grad_batches": 4}),  # found when training ends
+            lambda user: user.fit(
+                _Skips(mlp()), trainer={"accumulate_grad_batches": 4, "max_epochs": 2, "max_steps": -1}
+            ),  # found when the next epoch begins
+        ),
         finished=2,
     ),
 ]
