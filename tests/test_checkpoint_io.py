@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
-import fcntl
 import os
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +100,7 @@ def test_a_full_disk(path: Path, little_room: None) -> None:
     """torch's error for one large tensor is that its file has an unexpected length."""
     many = {"weights": [torch.ones(1000) for _ in range(SIZE // 1000)]}
     for checkpoint in (numbered(2), many):
-        with pytest.raises(OSError, match=r"could not be written: File too large, after .*dirpath=") as raised:
+        with pytest.raises(OSError, match=r"could not be written: File too large.*dirpath=") as raised:
             WholeCheckpointIO().save_checkpoint(checkpoint, path)
         assert str(path) in str(raised.value) and raised.value.errno == errno.EFBIG
         assert number_of(path) == 1
@@ -127,25 +125,6 @@ def test_it_goes_to_the_disk_before_its_name_does(path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "replace", replace)
     WholeCheckpointIO().save_checkpoint(numbered(2), path)
     assert done == ["some.ckpt" + UNFINISHED, "replace", path.parent.name]
-
-
-def test_what_killed_processes_left_under_other_names(path: Path) -> None:
-    """Names with a step do not come again: each killed run left one more file as large as a checkpoint."""
-    left = [path.with_name(f"step={number}.ckpt{UNFINISHED}") for number in range(4)]
-    for file in left:
-        file.write_bytes(b"half")
-    for file in left[1:]:
-        os.utime(file, (time.time() - 3600,) * 2)
-    path.with_name("mine.unfinished").touch()
-    os.utime(path.with_name("mine.unfinished"), (0, 0))
-    with open(left[1], "rb") as written:
-        fcntl.flock(written, fcntl.LOCK_EX)
-        WholeCheckpointIO().save_checkpoint(numbered(2), path)
-        kept = [left[0].name, left[1].name]  # one that has just changed, and one whose writer lives
-        assert files(path) == sorted(["mine.unfinished", "some.ckpt", *kept])
-    os.utime(left[0], (0, 0))
-    WholeCheckpointIO().save_checkpoint(numbered(3), path)
-    assert files(path) == ["mine.unfinished", "some.ckpt"]
 
 
 def test_a_requeued_job_goes_on_from_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
