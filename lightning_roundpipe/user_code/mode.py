@@ -13,8 +13,9 @@ Every torch function that user code calls passes through `UserCodeMode`, which d
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Container, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from lightning_roundpipe.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.user_code.module_state import about_to_write, about_to_write_in_place
 from lightning_roundpipe.user_code.stand_ins import Copies, Proxies, is_stand_in
 from lightning_roundpipe.user_code.torch_functions import IN_PLACE, waits, witness
-from lightning_roundpipe.user_code.untraced import leave_untraced
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SETS_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -48,11 +48,6 @@ ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
 
 _MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tensor_split"})
 """Functions that move a tensor themselves, or take lengths or positions on the host beside data on a device."""
-
-_NO_VALUES = frozenset(
-    {"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point", "__get__"}
-)
-"""Functions that do not read a tensor's values."""
 
 
 class UserCodeMode(TorchFunctionMode):
@@ -96,7 +91,7 @@ class UserCodeMode(TorchFunctionMode):
         leave_untraced(type(self).__torch_function__)
         self._counts_targets = targets is not None
         self.targets = targets or TargetCounts()
-        self.targets.read = partial(number_of, run_unlocked=run_unlocked)
+        self.targets.read = functools.partial(number_of, run_unlocked=run_unlocked)
         self.proxies = Proxies(read, copies)
         self._read = read
         self.returning = self.met_others = False
@@ -119,7 +114,7 @@ class UserCodeMode(TorchFunctionMode):
         if func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if self._buffers and (func in _VALUES or name not in _NO_VALUES):
+        if self._buffers and (func in _VALUES or name not in ACCESSORS):
             self._settle_buffers((args, kwargs))
         if name in ACCESSORS:
             if name == "__get__" and self._is_master(args[0]):
@@ -313,6 +308,26 @@ class UserCodeMode(TorchFunctionMode):
         first = 1 if target is not None and out is None else 0
         moved = (*args[:first], *(tree_map_only(Tensor, follow, a) for a in args[first:]))
         return moved, {k: v if v is out else tree_map_only(Tensor, follow, v) for k, v in kwargs.items()}
+
+
+def leave_untraced(function: Callable[..., Any]) -> None:
+    """Let torch's compiler neither trace ``function`` nor compile what it calls, if the compiler is imported.
+
+    A function that user code has compiled itself (``@torch.compile`` on a loss) would be compiled together with the
+    mode, once for each operation, until the compiler gives up with warnings. Its operations run one by one instead.
+    """
+    if "torch._dynamo" in sys.modules:
+        _leave_untraced(function)
+
+
+@functools.cache
+def _leave_untraced(function: Any) -> None:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    # What `torch.compiler.disable` does, without its wrapper, which each operation would call.
+    function._torchdynamo_disable = True
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
 
 
 def number_of(count: Tensor, *, run_unlocked: Callable[[Callable[[], Any]], Any]) -> float:

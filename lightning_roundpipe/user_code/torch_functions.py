@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.utils._pytree import tree_iter
 
 IN_PLACE = re.compile(
@@ -22,12 +24,21 @@ def witness(tensor: Tensor) -> Tensor:
     return same
 
 
-_READS = {
-    "item", "tolist", "is_nonzero", "__bool__", "__int__", "__float__", "__index__",
-    "__complex__", "__contains__", "__repr__", "__str__", "__format__", "__array__", "cpu", "equal", "allclose",
-    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
+_CONVERSIONS = {
+    "tolist", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__repr__",
+    "__str__", "__format__", "__array__", "cpu", "unique",
 }  # fmt: skip
-"""Torch functions that wait for the device of their arguments, beside those in `waits`."""
+"""Functions that give values to Python or the host, and have no operator of their name that torch tags."""
+
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@functools.cache
+def _depends_on_values(name: str) -> bool:
+    """Return whether torch says of its operator ``name`` that the host needs values for the output or its shape."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()  # type: ignore[no-untyped-call]
+    return any(_TAGS.intersection(getattr(packet, overload).tags) for overload in overloads)
 
 
 def waits(name: str, args: Any, kwargs: Any, accelerator: str) -> bool:
@@ -36,7 +47,7 @@ def waits(name: str, args: Any, kwargs: Any, accelerator: str) -> bool:
     def is_there(value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == accelerator
 
-    if name in _READS or (name == "where" and len(args) == 1) or name == "repeat_interleave":
+    if name in _CONVERSIONS or (name == "where" and len(args) == 1) or _depends_on_values(name):
         return any(is_there(leaf) for leaf in tree_iter((args, kwargs)))
     if name in ("__getitem__", "__setitem__"):
         return any(is_there(leaf) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_iter(args[1:2]))
