@@ -28,9 +28,9 @@ from lightning_roundpipe.model.attributes import (
     holds_nothing,
     same_objects,
 )
+from lightning_roundpipe.model.cast_weights import RoundedWeight
 from lightning_roundpipe.model.quantized import aliases, companions, empty_like, follow, is_packed
 from lightning_roundpipe.model.rebind import Rebinder
-from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.model.unpacked import Key, UnpackedCopies, class_in_replica, keep_copies
 from lightning_roundpipe.model.unregistered_tensors import UnregisteredTensors
 

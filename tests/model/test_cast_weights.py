@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_roundpipe.model.below_modes import call_below
+from lightning_roundpipe.model.cast_weights import call_below
 
 
 @torch.library.custom_op("roundpipe_test::product", mutates_args=())
