@@ -221,6 +221,18 @@ def test_muon_and_adamw_are_torchs() -> None:
     assert all(torch.equal(value, ours_.state[key]) for key, value in torchs.state.items())
 
 
+def test_muon_and_adamw_do_not_block_under_bf16_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other default dtype changes no bit: without the declaration, steps wait until it is fp32 again."""
+    found = []
+    for declared in (True, False):
+        monkeypatch.setattr(MuonAdamW, "explicit_dtypes", declared)
+        apart = Apart()
+        options: dict[str, Any] = {"precision": "bf16-true", "devices": 2, "accumulate_grad_batches": 2}
+        found.append(run(ours(layers=LAYERS), Trained(BY_LAYER["MuonAdamW"]), batches(8), callbacks=[apart], **options))
+        assert apart.seen == {declared}
+    assert_tensors_same(found[0].state, found[1].state, rtol=0.0, atol=0.0)
+
+
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_one_step_late(name: str) -> None:
     module = Trained(BY_LAYER[name])

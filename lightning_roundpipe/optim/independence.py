@@ -30,6 +30,8 @@ _BY_DOUBLE: frozenset[type[Optimizer]] = frozenset({torch.optim.ASGD, torch.opti
 """Those that compute with tensors of float64 if that is the default dtype, and of float32 otherwise."""
 
 DECLARATION = "independent_parameters"
+EXPLICIT = "explicit_dtypes"
+"""Class attribute that declares that steps create no tensors of torch's default dtype."""
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -67,9 +69,12 @@ def goes_by_default_format(optimizer: Optimizer, *, double: bool) -> str | None:
         double: whether that dtype may be float64.
     """
     cls = type(unwrapped(optimizer))
-    if cls in KNOWN and cls not in (_BY_DOUBLE if double else _BY_DEFAULT):
+    if vars(cls).get(EXPLICIT) is True or (cls in KNOWN and cls not in (_BY_DOUBLE if double else _BY_DEFAULT)):
         return None
-    return f"{cls.__name__} may go by torch's default format, which is another one while layers compute"
+    return (
+        f"{cls.__name__} may go by torch's default format, which is another one while layers compute; if it does not, "
+        f"say so with the class attribute `{EXPLICIT} = True`"
+    )
 
 
 def _is_lightnings(base: type) -> bool:

@@ -33,6 +33,7 @@ class MuonAdamW(Optimizer):
     """
 
     independent_parameters = True
+    explicit_dtypes = True
 
     def __init__(
         self,
