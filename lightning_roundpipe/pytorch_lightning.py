@@ -22,7 +22,6 @@ _PARTS = (
     "precision",
     "trainer.hook_audit",
     "reports.monitors",
-    "trainer.shared_settings",
     "trainer.several_machines",
     "trainer.lookahead",
     "trainer.windows",

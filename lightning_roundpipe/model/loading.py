@@ -35,7 +35,7 @@ from transformers import (
 
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model import quantize
-from lightning_roundpipe.model.quantize_weight import UnfitModelError
+from lightning_roundpipe.model.quantize_experts import UnfitModelError
 from lightning_roundpipe.model.rope import stretch
 
 RANDOM = "random"

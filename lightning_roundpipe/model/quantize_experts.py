@@ -14,6 +14,7 @@ it, and so are their scales.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,14 +23,20 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.quantize_weight import BLOCK, UnfitModelError, shape_to_unpack
 from lightning_roundpipe.model.unpacked import autocast_dtype, find_copy
+
+BLOCK = 64
+"""Elements that share a scale in four bits, as bitsandbytes and QLoRA have it."""
 
 IMPLEMENTATION = "grouped_mm"
 """The only one of transformers' ``experts_implementation`` that takes packed experts."""
 
 _MOST_AT_ONCE = 2**31 - 2**20
 """Weights that bitsandbytes' kernels unpack in one call: they count them, in whole tiles, in 32 bits."""
+
+
+class UnfitModelError(ValueError):
+    """A model that cannot be packed or read as asked, although its files are whole."""
 
 
 def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -247,3 +254,12 @@ def _scales(state: Any, first: int, last: int) -> Tensor:
     )
     offset: Tensor = state.offset
     return scales[first - outer * size :] + offset
+
+
+def shape_to_unpack(shape: Sequence[int], block: int) -> Sequence[int]:
+    """Return the shape in which bitsandbytes unpacks a weight of ``shape`` correctly, on every device.
+
+    On CPUs with AVX-512 it begins each row with a scale of its own, also where blocks run on from row to row
+    (bitsandbytes 0.50: rows of 96 in blocks of 64 get scales of other weights).
+    """
+    return shape if shape[-1] % block == 0 else (math.prod(shape),)

@@ -2,15 +2,20 @@
 
 Lightning expects a process per device. Here the world is made of machines: ``world_size``, ranks, samplers, logs and
 checkpoints count these. With one machine, collective operations return their input and do not touch torch.distributed.
+
+Machines compare their settings, each under a name that a message can say: those that differ would train on, to numbers
+that are those of neither.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.config import Options, RoundPipeError
@@ -32,9 +37,10 @@ from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
 from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.trainer.refusals import refuse_launch, refuse_several_machines
-from lightning_roundpipe.trainer.shared_settings import learning_rates, of_modules, of_optimizers, of_trainer
 
 _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "pytorch-lightning")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PLAIN = (bool, int, float, str, type(None))
 _PATH = "roundpipe_path"
 """Key under which a path travels."""
 
@@ -135,8 +141,8 @@ class SeveralMachines(ParallelStrategy):
         packages = {type(inner).__module__.partition(".")[0] for inner in module.modules()} - {"__main__"}
         versions = {f"the version of {package}": _version(package) for package in sorted(packages)}
         counted = {"the number of parameters and buffers": len(model)}
-        settings = of_trainer(module.trainer) | settings
-        self._peers.agree(settings | versions | counted | model | of_modules(module), "the model")
+        settings = _trainer_settings(module.trainer) | settings
+        self._peers.agree(settings | versions | counted | model | _module_settings(module), "the model")
         self._peers.share([(name, tensor) for _, name, tensor in tensors], "the weights of the first machine")
 
     def _agree_on_training(self, trainer: Trainer, module: LightningModule, buckets: list[list[str]]) -> None:
@@ -154,7 +160,7 @@ class SeveralMachines(ParallelStrategy):
             {
                 "the number of training batches": str(trainer.num_training_batches),
                 "the number of validation batches": str(validation.max_batches),
-                **of_optimizers(trainer),
+                **_optimizer_settings(trainer),
                 "the epoch and step at which training begins": [trainer.current_epoch, trainer.global_step],
                 "the layers (set layers=, or the same memory_budget and devices of one size)": buckets,
             },
@@ -192,7 +198,7 @@ class SeveralMachines(ParallelStrategy):
         """Agree on ``should_stop`` and SIGTERM, and look whether learning rates are still the same, in one exchange."""
         if (peers := self._ready("should_stop", None)) is None:
             return
-        rates = learning_rates(trainer.optimizers, trainer.global_step)
+        rates = _learning_rates(trainer.optimizers, trainer.global_step)
         mark = zlib.crc32(repr(list(rates.values())).encode())
         mine = torch.tensor([int(trainer.should_stop), int(trainer.received_sigterm), mark])
         stops, ended, marks = torch.stack(peers.gather(mine, "a decision")).T.tolist()
@@ -348,3 +354,60 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield kind, name and tensor of all parameters and buffers."""
     yield from (("parameter", name, parameter) for name, parameter in module.named_parameters())
     yield from (("buffer", name, buffer) for name, buffer in module.named_buffers())
+
+
+# -- what machines must have in common ---------------------------------------------------------------------------------
+
+
+def _trainer_settings(trainer: Trainer) -> dict[str, str]:
+    """Return the arguments of the trainer that it keeps as numbers or text, except the folder, which may differ."""
+    names = inspect.signature(Trainer.__init__).parameters.keys() - {"self", "default_root_dir"}
+    kept = {name: getattr(trainer, name, None) for name in sorted(names)}
+    time = getattr(trainer, "_val_check_time_interval", None)  # in seconds; then ``val_check_interval`` is missing
+    return {name: _text_of(value) for name, value in kept.items() if isinstance(value, _PLAIN)} | (
+        {} if time is None else {"val_check_interval": f"{time} s"}
+    )
+
+
+def _module_settings(module: nn.Module) -> dict[str, str]:
+    """Return the class of each module, and the settings that it shows in ``extra_repr``."""
+    return {
+        f"module {name!r}": f"{type(inner).__name__}({_text_of(inner.extra_repr())})"
+        for name, inner in module.named_modules()
+    }
+
+
+def _optimizer_settings(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of all parameter groups, and of schedulers."""
+    found: dict[str, Any] = {"the optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers]}
+    for at, group in _groups(trainer.optimizers):
+        found[f"the number of parameters in {at}"] = len(group["params"])
+        found |= {f"{name} of {at}": _text_of(value) for name, value in group.items() if name != "params"}
+    for config in trainer.lr_scheduler_configs:
+        kind = type(config.scheduler).__name__
+        found |= {f"{name} of {kind}": _text_of(getattr(config, name)) for name in ("interval", "frequency", "monitor")}
+        found |= {f"{name} of {kind}": _text_of(value) for name, value in config.scheduler.state_dict().items()}
+    return found
+
+
+def _learning_rates(optimizers: Sequence[Optimizer], steps: int) -> dict[str, float]:
+    """Return what schedulers, or user code, have made of the learning rates after so many ``steps``.
+
+    Nothing else of a group: some optimizers count in it, on a thread of their own.
+    """
+    return {f"lr of {at}, after step {steps}": float(group["lr"]) for at, group in _groups(optimizers) if "lr" in group}
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"group {number} of {type(optimizer).__name__}", group)
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _text_of(value: Any) -> str:
+    """Return a value as text that is the same in each process."""
+    return _ADDRESS.sub(
+        "", value if isinstance(value, str) else str(value.tolist() if isinstance(value, Tensor) else value)
+    )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model import quantize, quantize_experts, quantize_weight
+from lightning_roundpipe.model import quantize, quantize_experts, quantize_loader
 from lightning_roundpipe.model.loading import from_config, from_folder
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
 from lightning_roundpipe.tasks import CausalLM
@@ -104,10 +104,10 @@ def unpacked(model: nn.Module) -> nn.Module:
 def test_the_bytes_are_those_of_bitsandbytes(
     kind: str, double: bool, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize_weight, "_PIECE", 1 << 12)  # several pieces, and a last one that is not full
+    monkeypatch.setattr(quantize_loader, "_PIECE", 1 << 12)  # several pieces, and a last one that is not full
     weight = torch.randn(shape).to(dtype)
     theirs, state = bnb.functional.quantize_4bit(weight, quant_type=kind, compress_statistics=double)
-    ours = quantize_weight.pack_4bit(weight, kind, double)
+    ours = quantize_loader.pack_4bit(weight, kind, double)
     assert torch.equal(ours.data, theirs)
     wanted, found = state.as_dict(packed=True), ours.quant_state.as_dict(packed=True)
     assert wanted.keys() == found.keys()
@@ -115,10 +115,10 @@ def test_the_bytes_are_those_of_bitsandbytes(
 
 
 def test_the_bytes_of_eight_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_weight, "_PIECE", 1 << 10)
+    monkeypatch.setattr(quantize_loader, "_PIECE", 1 << 10)
     weight = torch.randn(100, 33, dtype=torch.bfloat16)
     theirs = bnb.nn.Int8Params(weight, requires_grad=False).to("cpu")
-    ours = quantize_weight.pack_8bit(weight)
+    ours = quantize_loader.pack_8bit(weight)
     assert torch.equal(ours.data, theirs.data)
     assert torch.equal(ours.SCB, theirs.SCB)
 
