@@ -83,13 +83,15 @@ def _is_lightnings(base: type) -> bool:
 
 
 def _patched(optimizer: Optimizer) -> str | None:
-    """Return a reason if ``step`` is not the class's own. torch's schedulers may wrap it, to count its calls."""
+    """Return a reason if a method is not the class's own. torch's schedulers may wrap ``step``, to count its calls."""
     cls = type(optimizer)
-    step: Any = vars(optimizer).get("step", cls.step)
-    while step is not cls.step and _home(step) == "torch.optim.lr_scheduler":
-        step = step.__wrapped__
-    if step is not cls.step or (cls in KNOWN and not is_torchs(step)):
-        return f"the step method of {cls.__name__} was replaced"
+    for name in ("step", "zero_grad"):
+        own: Any = getattr(cls, name)
+        method: Any = vars(optimizer).get(name, own)
+        while method is not own and _home(method) == "torch.optim.lr_scheduler":
+            method = method.__wrapped__
+        if method is not own or (name == "step" and cls in KNOWN and not is_torchs(method)):
+            return f"the {name} method of {cls.__name__} was replaced"
     return None
 
 
@@ -109,7 +111,7 @@ def is_torchs(function: Callable[..., Any] | None) -> bool:
 def _hooked(optimizer: Optimizer) -> str | None:
     for when in ("pre", "post"):
         if getattr(optimizer, f"_optimizer_step_{when}_hooks", None):
-            return f"it has a step hook (register_step_{when}_hook)"
+            return f"{type(optimizer).__name__} has a step hook (register_step_{when}_hook)"
         if getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", None):
             return f"there is a step hook for all optimizers (register_optimizer_step_{when}_hook)"
     return None

@@ -29,7 +29,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.optim.independence import stepped_by_parameter
@@ -90,7 +89,7 @@ _NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WA
 
 
 def needs_gradients(trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer]) -> str | None:
-    """Return why the masters' finished gradients are needed within the step, so that only the blocking step is correct.
+    """Return why only the blocking step is correct: finished gradients are needed within it, or all of them together.
 
     Call it after ``on_fit_start`` and ``on_train_start``, which may register hooks. A module whose ``optimizer_step``
     only steps and sets hyperparameters can name it in ``roundpipe_passive_hooks``.
@@ -116,8 +115,7 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
         yield f"parameter {hooked!r} has a hook"
     if getattr(trainer, "_detect_anomaly", False) or torch.is_anomaly_enabled():
         yield "detect_anomaly=True is to name the step that went wrong"
-    for optimizer in optimizers:
-        yield from _altered_optimizer(optimizer)
+    yield from filter(None, map(stepped_by_parameter, optimizers))
 
 
 def _looking(trainer: Trainer, module: LightningModule, hook: str) -> Iterator[str]:
@@ -155,23 +153,8 @@ def listening(
     listed = others(trainer)
     set_in_instances = [vars(listener).keys() & _NAMES for listener in (module, *listed)]
     hooked, anomaly = any(map(_has_hook, parameters)), torch.is_anomaly_enabled()
-    altered = [[stepped_by_parameter(optimizer), *_altered_optimizer(optimizer)] for optimizer in optimizers]
-    return [listed, set_in_instances, hooked, anomaly, module.automatic_optimization, altered]
-
-
-def _altered_optimizer(optimizer: Optimizer) -> Iterator[str]:
-    """Yield changes to ``step``: its hooks, and methods replaced in the instance, would run per layer or not at all."""
-    name = type(optimizer).__name__
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        yield f"{name} has a step hook"
-    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
-        yield "a step hook is registered for all optimizers"
-    for method in ("step", "zero_grad"):
-        replaced: Any = vars(optimizer).get(method)
-        # torch's schedulers count steps with a wrapper that does nothing else.
-        counts = hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(optimizer).step
-        if replaced is not None and not counts:
-            yield f"{method}() of {name} was replaced in the instance"
+    whole = [*map(stepped_by_parameter, optimizers)]
+    return [listed, set_in_instances, hooked, anomaly, module.automatic_optimization, whole]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
-from lightning_roundpipe.optim.independence import goes_by_default_format, stepped_by_parameter, unwrapped
+from lightning_roundpipe.optim.independence import goes_by_default_format, unwrapped
 from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere, copy_state
 from lightning_roundpipe.precision import RoundPipePrecision
@@ -213,10 +213,8 @@ class Stepping:
     def _reason(self, looks: Mapping[str, str]) -> str | None:
         """Return why the optimizer cannot step on its own thread; None if it can."""
         reason = needs_gradients(self._trainer, self._module, self._optimizers) or self._zeroed_elsewhere()
-        for optimizer in self._optimizers:
-            reason = reason or stepped_by_parameter(optimizer)
-            if self._engine.model.formats.sets_default:
-                reason = reason or goes_by_default_format(optimizer, double=self._engine.model.formats.low is None)
+        for optimizer in self._optimizers if self._engine.model.formats.sets_default else ():
+            reason = reason or goes_by_default_format(optimizer, double=self._engine.model.formats.low is None)
         if reason is None and (looking := slowed_by(looks)) is not None:
             reason = f"{looking} may read weights or gradients after each batch {DECLARE}"
         return reason
