@@ -24,10 +24,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.messages import PREFIX
+from lightning_roundpipe.messages import PREFIX, first_line
 
 BEAT = 0.5
 """Seconds between two messages of a machine."""
@@ -43,14 +43,6 @@ LAST_WORDS = 10.0
 """Seconds that a machine that fails waits for the others to read its error."""
 EXIT = 70
 """Exit status of a process that ends itself [5]."""
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 class MachineError(RoundPipeError):
@@ -73,7 +65,7 @@ class Liveness:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         names: Sequence[str],
         timeout: float,
@@ -163,7 +155,7 @@ class Liveness:
         who = " or ".join(self.name_of(other) for other in silent or self._others)
         if silent:
             return self._fail(f"{who} has died: its connection broke when this machine waited for {label}.")
-        return self._fail(f"the connection to {who} broke when this machine waited for {label}: {_first(error)}")
+        return self._fail(f"the connection to {who} broke when this machine waited for {label}: {first_line(error)}.")
 
     def apart(self, exchanges: dict[int, str]) -> MachineError:
         """Return the error to raise when machines are about to exchange different things, each of which is said."""
@@ -198,7 +190,7 @@ class Liveness:
             try:
                 self._beats = self._exchange(number), time.monotonic()
             except Exception as error:  # the machine with the store has ended
-                self._fail(f"{self._keeper()} does not answer: {_first(error)}")
+                self._fail(f"{self._keeper()} does not answer: {first_line(error)}.")
                 self._beats = {}, time.monotonic()
             self._over.wait(BEAT)
 
@@ -325,7 +317,3 @@ class _Waits:
 
 def _beat(rank: int) -> str:
     return f"roundpipe/beat/{rank}"
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
