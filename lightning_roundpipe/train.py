@@ -38,7 +38,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError, is_whole
-from lightning_roundpipe.messages import RoundPipeWarning, plural, raised_here
+from lightning_roundpipe.messages import PREFIX, RoundPipeWarning, plural, raised_here
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, options_first, wrong_option
 from lightning_roundpipe.reports.sweep import finished_sweep, forget_sweep, make_plans_static
 
@@ -49,15 +49,6 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's environment variable: 1 shows every traceback in full."""
 
 _CONFIG_PATH = "pkg://lightning_roundpipe.conf"
-
-_NOISE = (
-    r"GPU available: ",
-    r"TPU available: ",
-    r"(?s).*litlogger",
-    r"`Trainer\.fit` stopped: `max_steps=",
-    r"Seed set to ",
-)
-"""Messages that Lightning logs in every run."""
 
 _IRRELEVANT_WARNINGS = (
     r".*does not have many workers which may be a bottleneck.*",  # the data are in memory
@@ -264,9 +255,11 @@ def _leave_error(folder: Path, error: BaseException) -> None:
     (folder / "summary.json").write_text(json.dumps({"error": text}, indent=2))
 
 
-class _WithoutNoise(logging.Filter):
+class _OwnLines(logging.Filter):
+    """Of lines of information, those of this package: Lightning's are the same in every run."""
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return not any(re.match(pattern, record.getMessage()) for pattern in _NOISE)
+        return record.levelno > logging.INFO or record.getMessage().startswith(PREFIX)
 
 
 class _CurrentStderr(io.TextIOBase):
@@ -298,8 +291,8 @@ def _quiet() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides loading bars; Lightning's own bars ignore it
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logger = logging.getLogger(name)
-        if not any(isinstance(known, _WithoutNoise) for known in logger.filters):
-            logger.addFilter(_WithoutNoise())
+        if not any(isinstance(known, _OwnLines) for known in logger.filters):
+            logger.addFilter(_OwnLines())
     import_module("lightning.pytorch")  # the import gives its loggers their handlers
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
