@@ -213,8 +213,6 @@ class RoundPipeStrategy(SeveralMachines):
         self._seed = 0
         self._stepping: Stepping | None = None
         self._leave_tiles: Callable[[], object] = _nothing
-        self._accumulated: dict[str, Tensor] = {}
-        """Gradients of an open window, by parameter, while the engine is set up again."""
         self._former: dict[int, weakref.ref[Tensor]] = {}
         """Parameters of the models of earlier engines, by id. Optimizers may still hold them; they get no gradients."""
         self._window: Window | None = None
@@ -349,10 +347,7 @@ class RoundPipeStrategy(SeveralMachines):
             self._stepping.started()
 
     def _attach(self) -> None:
-        """Set up again, before a step, if user code has replaced modules or parameters of the model.
-
-        Pending updates are applied first, and the gradients of an open accumulation window are kept.
-        """
+        """Set up again, before a step, if user code has replaced modules or parameters of the model."""
         module, engine = self._running()
         if not engine.model.structure.has_changed():
             return
@@ -362,8 +357,9 @@ class RoundPipeStrategy(SeveralMachines):
         )
         if engine.context.exchange is not None:
             engine.context.exchange.refuse_rebuilding()
-        stepping, seed, uploaded = self._stepping, self._seed, engine.reports.weights_uploaded
-        gradients = stepping.keep_gradients() if stepping is not None else {}
+        if self._stepping is not None:
+            self._stepping.refuse_open_window()
+        seed, uploaded = self._seed, engine.reports.weights_uploaded
         self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
         strays = [(p, p.data) for layer in engine.model.layers for flat in layer.weights.flats for p in flat.strays()]
         self._set_up(module.trainer, again=True)
@@ -372,8 +368,7 @@ class RoundPipeStrategy(SeveralMachines):
                 parameter.data = memory  # user code may hold this memory, too
             del memory
         del strays
-        self._accumulated, self._seed = gradients | self._accumulated, seed
-        self._running()[1].reports.weights_uploaded = uploaded
+        self._seed, self._running()[1].reports.weights_uploaded = seed, uploaded
         if self._stepping is not None:
             self._stepping.started()
 
@@ -486,7 +481,7 @@ class RoundPipeStrategy(SeveralMachines):
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
         window = Window(module, self.options, args)
-        zero_grad = self._stepping.begin(window.span, self._accumulated)
+        zero_grad = self._stepping.begin(window.span)
         seed = (self._seed, self._stepping.batch_number())
         self._announcements.before(window.samples)
         with self.precision_plugin.train_step_context():
@@ -497,7 +492,7 @@ class RoundPipeStrategy(SeveralMachines):
         self._attach()
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
-        self._stepping.begin(1, self._accumulated)
+        self._stepping.begin(1)
         self._announcements.before(None)
         seed = (self._seed, self._stepping.batch_number())
         with self.precision_plugin.train_step_context():

@@ -12,6 +12,7 @@ import small_net
 import torch
 import zoo
 from harness import Result, assert_same, ours, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning
 from small_net import WIDTH, Block, made
 from torch import Tensor, nn
@@ -143,6 +144,13 @@ def test_between_epochs(change: Change) -> None:
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_between_batches(change: Change, hook: str) -> None:
     assert_same(plain(change, hook), train(ours(num_microbatches=2), change, hook, 2))
+
+
+def test_within_a_window_it_is_refused() -> None:
+    """In a validation between batches of a window; `mistakes` has a window whose batches are steps of their own."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 1}
+    with pytest.raises(MisconfigurationException, match="replaced within a window of accumulate_grad_batches=4"):
+        train(ours(), one_more, "on_validation_start", 2, **options)
 
 
 def test_several_times(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
@@ -89,24 +89,17 @@ class Stepping:
             # Lightning drops the last step's gradients before it validates, and keeps those of an open window.
             self._engine.updates.gradients.show(after_step=not self._trainer.validating)
 
-    def keep_gradients(self) -> dict[str, Tensor]:
-        """Finish pending updates; return the gradients of an open accumulation window, for another ``begin``."""
+    def refuse_open_window(self) -> None:
+        """Finish pending updates; raise if gradients accumulate, before the strategy is set up again without them."""
         self._engine.settle()
-        updates, named = self._engine.updates, dict(self._module.named_parameters())
-        if self.starts_accumulation():
-            return {}
-        held = updates.gradients.current() if updates is not None else {id(p): p.grad for p in named.values()}
-        found = {name: held.get(id(parameter)) for name, parameter in named.items()}
-        gradients = {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
-        for name, gradient in gradients.items():
-            if gradient.shape != named[name].shape:
-                raise MisconfigurationException(
-                    f"roundpipe: parameter {name!r} was given another shape by its .data while gradients accumulate, "
-                    "of which some have the former shape. Give it that between windows of accumulate_grad_batches, for "
-                    "example in on_train_epoch_start."
-                )
-            named[name].grad = None
-        return gradients
+        updates, trainer = self._engine.updates, self._trainer
+        is_open = updates is not None and updates.gradients.is_open
+        if is_open or self.is_within_window() or (trainer.training and not self.starts_accumulation()):
+            raise MisconfigurationException(
+                "roundpipe: modules or parameters of the model were replaced within a window of "
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Replace them between windows, for example "
+                "in on_train_epoch_start."
+            )
 
     @property
     def apart(self) -> bool:
@@ -267,31 +260,11 @@ class Stepping:
             updates.submit(clips[-1] if clips else None)  # [3]
         return result
 
-    def begin(self, span: int, accumulated: dict[str, Tensor]) -> bool:
-        """Prepare a window.
-
-        Args:
-            span: the number of its batches.
-            accumulated: gradients that `keep_gradients` returned, by parameter name. Is emptied.
-
-        Returns:
-            Whether gradients of earlier windows are dropped.
-        """
+    def begin(self, span: int) -> bool:
+        """Prepare a window of ``span`` batches. Return whether gradients of earlier windows are dropped."""
         self.choose()
-        zero_grad = self.starts_accumulation()
-        if not zero_grad:
-            self._restore(accumulated)
-        accumulated.clear()
         self._window = range(self._processed(), self._processed() + span)
-        return zero_grad
-
-    def _restore(self, gradients: Mapping[str, Tensor]) -> None:
-        named = {name: p for name, p in self._module.named_parameters() if name in gradients}
-        if self._engine.updates is not None:
-            self._engine.updates.gradients.go_on({id(p): gradients[name] for name, p in named.items()})
-            return
-        for name, parameter in named.items():
-            parameter.grad = gradients[name].to(parameter)
+        return self.starts_accumulation()
 
     def is_within_window(self) -> bool:
         """Return whether a window has begun of which Lightning has not finished all batches."""

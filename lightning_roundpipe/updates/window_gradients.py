@@ -122,13 +122,6 @@ class WindowGradients:
     def _present(self) -> dict[int, Tensor]:
         return _together(self.accumulated[bucket].present() for bucket in self._buckets)
 
-    def go_on(self, gradients: dict[int, Tensor]) -> None:
-        """Start from ``gradients``, which `current` returned in an earlier run."""
-        self.is_open = True
-        for bucket in self._buckets:
-            mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
-            self.accumulated[bucket].add(mine)
-
     def show(self, *, after_step: bool) -> None:
         """Put into ``.grad`` what plain training leaves there [3].
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 from transformers import GPTQConfig
 
 from lightning_roundpipe import Microbatches
@@ -483,6 +484,14 @@ MODULES = [
     ),
     Mistake(
         SECTION,
+        "modules or parameters that are replaced within a window of accumulated batches",
+        "roundpipe: modules or parameters of the model were replaced within a window of accumulate_grad_batches=…",
+        "Replace them between windows, for example in on_train_epoch_start",
+        (lambda user: user.fit(_Prunes(mlp()), trainer={"accumulate_grad_batches": 4}),),
+        finished=1,
+    ),
+    Mistake(
+        SECTION,
         "`on_train_batch_start` that returns -1 within a window",
         "on_train_batch_start returned -1 within a window of accumulate_grad_batches=…",
         "return -1 for the first batch of a window, or set accumulate_grad_batches=1",
@@ -507,6 +516,15 @@ class _TwoMeans(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
         return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits[:2], batch["y"][:2]), logits
+
+
+class _Prunes(zoo.PlainClassifier):
+    def on_after_backward(self) -> None:
+        """So that each batch is a step of its own."""
+
+    def on_train_batch_start(self, batch: zoo.Batch, batch_idx: int) -> None:
+        if batch_idx == 1:
+            prune.l1_unstructured(self.model.head, "weight", amount=0.5)
 
 
 class _Skips(zoo.PlainClassifier):
