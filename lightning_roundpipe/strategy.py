@@ -198,11 +198,18 @@ class RoundPipeStrategy(SeveralMachines):
         precision_plugin: Precision | None = None,
         **unknown: Any,
     ) -> None:
-        given = dict(locals())
         if unknown:
             name, known = next(iter(unknown)), [field.name for field in dataclasses.fields(Options)]
             raise TypeError(f"RoundPipeStrategy has no option {name!r}.{did_you_mean(name, known)}")
-        self.options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
+        self.options = Options(
+            num_microbatches=num_microbatches, microbatch_size=microbatch_size, round_microbatches=round_microbatches,
+            layers=layers, plan=plan, loss_weight=loss_weight, overlap=overlap, staleness=staleness,
+            memory_budget=memory_budget, pin_memory=pin_memory, prefetch=prefetch, watchdog_timeout=watchdog_timeout,
+            evaluation_batches=evaluation_batches, stage_seconds=stage_seconds, compile_layers=compile_layers,
+            reduce_dtype=reduce_dtype, optimizer_state=optimizer_state, optimizer_device=optimizer_device,
+            carry_products=carry_products, machine_timeout=machine_timeout, shard_optimizer=shard_optimizer,
+            network_dtype=network_dtype, token_tiles=token_tiles, emulation=Emulation.of(emulation),
+        )  # fmt: skip
         if (text := self.options.plan_text) is not None:
             refuse_plan(text, round_microbatches)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
