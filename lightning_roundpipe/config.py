@@ -124,7 +124,6 @@ _COMPILE_SETTINGS = ("backend", "dynamic", "fullgraph", "mode", "options")
 
 
 def _compile_settings(value: Any) -> dict[str, Any] | None:
-    """Return the arguments for ``torch.compile``; None if layers are not compiled."""
     if value is None or isinstance(value, bool):
         return {} if value else None
     if not isinstance(value, Mapping):

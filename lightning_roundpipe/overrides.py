@@ -177,7 +177,6 @@ def command(overrides: Iterable[str], arguments: Sequence[str], checkpoint: str 
 
 
 def _program() -> list[str]:
-    """Return the words that start this program again."""
     started = Path(sys.argv[0])
     if started.suffix == ".py":
         return [sys.executable, "-m", "lightning_roundpipe.train"]

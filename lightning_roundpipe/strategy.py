@@ -242,7 +242,6 @@ class RoundPipeStrategy(SeveralMachines):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._meet()
-        self._agree_on_packages()
 
     # -- precision ----------------------------------------------------------------------------------------------------
 

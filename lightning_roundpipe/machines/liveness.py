@@ -273,7 +273,6 @@ class Liveness:
         )
 
     def _key(self, *parts: object) -> str:
-        """Return a key of this run."""
         return "/".join(map(str, ("roundpipe", self._run, *parts)))
 
     def _fail(self, text: str) -> MachineError:

@@ -164,8 +164,6 @@ def lean_causal_lm_loss(
 
 
 class _Given(nn.Module):
-    """Returns what it was given."""
-
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.output = output

@@ -230,7 +230,6 @@ def unpack_experts(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype)
 
 
 def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of ``count`` experts from ``first`` on."""
     _, rows, columns = state.shape
     begin, end = first * rows * columns, (first + count) * rows * columns
     scales = _scales(state, begin // state.blocksize, end // state.blocksize)

@@ -199,7 +199,6 @@ def _load(key: str, left: Mapping[str, Any], found: Mapping[str, Tensor], own: M
 
 
 def _tensors(state: Any, path: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a ``QuantState`` and of the one inside it, by name."""
     held = {f"{path}{name}": value for name, value in vars(state).items() if isinstance(value, Tensor)}
     return held if getattr(state, "state2", None) is None else held | _tensors(state.state2, f"{path}state2.")
 

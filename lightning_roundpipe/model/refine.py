@@ -111,7 +111,6 @@ def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _why_whole(module: nn.Module, parts: Mapping[str, nn.Module], holders: Mapping[int, int]) -> str | None:
-    """Return why ``module`` cannot be cut into ``parts``; None if it can."""
     if any(holders[id(inner)] > 1 for inner in module.modules() if any(True for _ in inner.parameters())):
         return "it shares a module with another layer"
     inside = {id(p) for part in parts.values() for p in part.parameters()}
@@ -125,6 +124,5 @@ def _why_whole(module: nn.Module, parts: Mapping[str, nn.Module], holders: Mappi
 
 
 def _replaced(layers: Mapping[str, nn.Module], name: str, parts: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return ``layers`` with ``parts`` in the place of ``name``."""
     pairs = [pair for key, layer in layers.items() for pair in (parts.items() if key == name else [(key, layer)])]
     return dict(pairs)

@@ -120,7 +120,6 @@ class EvaluationWindow:
         return self._pipeline.start(functools.partial(self._run, args))
 
     def _run(self, args: tuple[Any, ...]) -> Any:
-        """Run the step on a batch's thread."""
         self._thread.logs = context_of_thread().logs
         try:
             return getattr(self._module, self._kind[0])(*args)

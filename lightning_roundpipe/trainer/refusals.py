@@ -73,7 +73,6 @@ def refuse_launch(world_size: int, num_nodes: int, environment: object) -> None:
 
 
 def _number(variable: str, default: int) -> int:
-    """Return the number in an environment variable."""
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() else default
 

@@ -108,7 +108,6 @@ class SeveralMachines(ParallelStrategy):
     # -- meeting ------------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """Connect to the other machines, if there are any."""
         if self.num_nodes == 1:
             return
         module = self.lightning_module
@@ -122,12 +121,6 @@ class SeveralMachines(ParallelStrategy):
         self._peers = meet(self.global_rank, self.num_nodes, self.options.machine_timeout)
         self._peers.liveness.begin()
 
-    def _agree_on_packages(self) -> None:
-        if self._peers is not None:
-            versions = {f"the version of {package}": _version(package) for package in _PACKAGES}
-            versions["the version of Python"] = ".".join(map(str, sys.version_info[:2]))
-            self._peers.agree(versions, "the versions of packages")
-
     def _agree_on_model(self, module: LightningModule, settings: dict[str, Any]) -> None:
         """Compare settings and model with the other machines, and take over the weights of the first one."""
         if self._peers is None:
@@ -139,10 +132,11 @@ class SeveralMachines(ParallelStrategy):
             for kind, name, tensor in tensors
         }
         packages = {type(inner).__module__.partition(".")[0] for inner in module.modules()} - {"__main__"}
-        versions = {f"the version of {package}": _version(package) for package in sorted(packages)}
+        versions = {f"the version of {package}": _version(package) for package in (*_PACKAGES, *sorted(packages))}
+        versions["the version of Python"] = ".".join(map(str, sys.version_info[:2]))
         counted = {"the number of parameters and buffers": len(model)}
         settings = _trainer_settings(module.trainer) | settings
-        self._peers.agree(settings | versions | counted | model | _module_settings(module), "the model")
+        self._peers.agree(versions | settings | counted | model | _module_settings(module), "the model")
         self._peers.share([(name, tensor) for _, name, tensor in tensors], "the weights of the first machine")
 
     def _agree_on_training(self, trainer: Trainer, module: LightningModule, buckets: list[list[str]]) -> None:
@@ -351,7 +345,6 @@ def _version(package: str) -> str:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield kind, name and tensor of all parameters and buffers."""
     yield from (("parameter", name, parameter) for name, parameter in module.named_parameters())
     yield from (("buffer", name, buffer) for name, buffer in module.named_buffers())
 

@@ -146,13 +146,13 @@ class Stepping:
                 return  # the gradients accumulated in .grad stay there until the step that uses them
             self._settle_for(looks)
         self._listening = now
-        form, staleness = self._engine.context.options.optimizer_state, self._engine.context.options.staleness
+        options = self._engine.context.options
+        form, device, staleness = options.optimizer_state, options.optimizer_device, options.staleness
         if form != FP32 and (why := reason or self._unpackable()) is not None:
             raise MisconfigurationException(
                 f"optimizer_state={form!r} unpacks moments of Adam and AdamW as layers are updated one by one, which "
                 f"is not possible: {why}. Set optimizer_state='fp32', or change that."
             )
-        device = self._engine.context.options.optimizer_device
         if device != "cpu" and (why := reason or self._all_fused()) is not None:
             raise MisconfigurationException(
                 f"optimizer_device={device!r} has workers step, layer by layer, what the host has no fused kernel for, "
