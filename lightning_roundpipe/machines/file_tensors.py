@@ -9,7 +9,6 @@ tensors are ordinary ones, and the kernel writes their pages out and drops them 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import tempfile
 from collections.abc import Sequence
@@ -39,7 +38,10 @@ class FileTensors:
         nbytes = math.prod(shape) * dtype.itemsize
         if self._folder is not None and nbytes >= SMALL:
             try:
-                return torch.frombuffer(_mapped(self._folder, nbytes), dtype=dtype).view(tuple(shape))
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # a page that the disk lacks would end the process
+                    return torch.from_file(file.name, True, math.prod(shape), dtype=dtype).view(tuple(shape))
             except OSError as error:
                 warn(
                     f"{PREFIX}gradients and optimizer state for a checkpoint are collected in memory, as "
@@ -48,11 +50,3 @@ class FileTensors:
                 )
                 self._folder = None
         return torch.empty(tuple(shape), dtype=dtype)
-
-
-def _mapped(folder: Path, nbytes: int) -> mmap.mmap:
-    """Return a mapped file of ``nbytes``, all of which the disk has: a page that it lacks would end the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-        return mmap.mmap(file.fileno(), nbytes)
