@@ -250,7 +250,10 @@ def _section(file: Path, name: str) -> tuple[str, list[list[str]]]:
     raise LookupError(f"{file} has no {name}")
 
 
-_ONE_VALUE = re.compile(r"[\w.]*=?… must be$|[\w.]+=… is not a size$|\w+=… is no|.* has no (option|setting) |.* are both set$|plan: .* a span")
+_ONE_VALUE = re.compile(
+    r"[\w.]*=?… must be$|[\w.]+=… is not a size$|\w+=… is no|.* has no (option|setting) |.* are both set$"
+    r"|plan: .* a span"
+)
 """Messages that say all there is to say about one value."""
 
 
