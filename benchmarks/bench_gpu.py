@@ -137,8 +137,16 @@ def table(known: dict[str, Found]) -> str:
         lines.append(f"| {row.title} | {figures} | {losses} |")
     for name in (*TESTS, "trace", *LONGEST):
         found = known.get(name, {"reason": "not yet run"})
-        lines += ["", f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items())]
+        lines += ["", f"{name}: " + _listed(found)]
+        lines += ["", *(f"- {_listed(one)}" for value in found.values() if isinstance(value, list) for one in value)]
     return "\n".join(lines) + "\n"
+
+
+def _listed(found: Found | str) -> str:
+    if isinstance(found, str):
+        return found
+    shown = {key: value for key, value in found.items() if not isinstance(value, list) and value is not None}
+    return ", ".join(f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in shown.items())
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Found], list[str]]:
