@@ -33,12 +33,9 @@ from lightning_roundpipe.data import PackedText, pydoc_topics
 from lightning_roundpipe.tasks import CausalLM
 
 WAYS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "staleness 0": {},
-    "staleness 1": {"staleness": 1},
-    "bf16 moments": {"optimizer_state": "bf16"},
-    "int8 moments": {"optimizer_state": "int8"},
-}
+    "plain": None, "staleness 0": {}, "staleness 1": {"staleness": 1},
+    "bf16 moments": {"optimizer_state": "bf16"}, "int8 moments": {"optimizer_state": "int8"},
+}  # fmt: skip
 """Name and settings of the strategy."""
 LINES = {
     "plain": ("#555555", "-"),

@@ -411,7 +411,7 @@ LAUNCH_GAP_S = 50e-6
 MENDS = {
     "recomputation": "a larger fused stage (more memory), carry_products=True where links are fast",
     "gaps between kernels": "compile_layers=True, or larger microbatches: fewer and longer kernels",
-    "waits for the optimizer": "staleness=1, more cores for the process, or LoRA",
+    "waits for the optimizer": "more cores for the process, LoRA, or staleness=1 where it is 0",
     "waits for copies": "more microbatches a step, reduce_dtype='bfloat16', or prefetch=1",
     "waits for the host": "larger microbatches: the interpreter issues fewer operations a token",
 }

@@ -17,12 +17,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-UNDER_THE_STRATEGY = {
-    "PL_TRAINER_STRATEGY": "roundpipe",
-    "PL_TRAINER_ACCELERATOR": "cpu",
-    "PL_TRAINER_DEVICES": "2",
-}
 PLAINLY = {"PL_TRAINER_ACCELERATOR": "cpu", "PL_TRAINER_DEVICES": "1"}
+UNDER_THE_STRATEGY = {**PLAINLY, "PL_TRAINER_STRATEGY": "roundpipe", "PL_TRAINER_DEVICES": "2"}
 MOST_S = 60
 """Seconds after which a test counts as failed."""
 
