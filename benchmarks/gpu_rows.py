@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.devices.host_memory import peak_bytes
 from lightning_roundpipe.tasks import CausalLM
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -79,6 +80,7 @@ class Row:
         model: name of a file in ``conf/model``.
         lora: train adapters in all linear layers; else all weights.
         quantization: format of the frozen weights.
+        microbatches: of a step; None: as many as usual.
         cap: bytes of the GPU that torch may allocate; None: all.
         needs: module that has to be installed.
     """
@@ -88,6 +90,7 @@ class Row:
     model: str = "qwen3_1_7b"
     lora: bool = False
     quantization: str | None = None
+    microbatches: int | None = None
     cap: int | None = None
     needs: str | None = None
 
@@ -301,7 +304,7 @@ def fsdp2(row: Row, sizes: Sizes, *, microbatches: int | None = None) -> tuple[C
 
 
 _RECOMPUTING = functools.partial(plain, checkpointed=True)
-_ROW_8B = functools.partial(Row, model="llama3_1_8b", lora=True, cap=CAP)
+_ROW_8B = functools.partial(Row, model="llama3_1_8b", lora=True, microbatches=2, cap=CAP)
 _NF4: dict[str, Any] = {"quantization": "nf4", "needs": "bitsandbytes"}
 ROWS: dict[str, Row] = {
     "plain": Row("plain Lightning", plain),
@@ -334,7 +337,10 @@ def begin(row: Row, sizes: Sizes) -> None:
 
 def measure(row: Row, sizes: Sizes) -> dict[str, Any]:
     """What a row records; errors pass."""
-    cuda = sizes.device == "cuda"
+    cuda, sizes = (
+        sizes.device == "cuda",
+        dataclasses.replace(sizes, microbatches=row.microbatches or sizes.microbatches),
+    )
     begin(row, sizes)
     with HostMemory() as host:
         clock, found = row.run(row, sizes)
@@ -342,13 +348,6 @@ def measure(row: Row, sizes: Sizes) -> dict[str, Any]:
         found = {"device_bytes": torch.cuda.max_memory_allocated(), **found}
     speed = {"tokens_per_s": sizes.steps * sizes.tokens / clock.seconds, "step_s": clock.seconds / sizes.steps}
     return {**speed, "losses": clock.losses, "host_bytes": max(peak_bytes(), host.nbytes), **found}
-
-
-def peak_bytes() -> int:
-    """The most of the host's memory that the process had at once."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class TracedStep(pl.Callback):
@@ -397,8 +396,9 @@ def longest(sizes: Sizes, save: Callable[[dict[str, Any]], None], *, ours: bool)
             step["step_s"], found["longest"] = time.perf_counter() - start, length
         except Exception as error:  # that of a full device, with the engine's notes
             step["reason"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        if sizes.device == "cuda":
-            step["device_bytes"] = torch.cuda.max_memory_allocated()
+        if sizes.device == "cuda":  # the engine begins a new peak with each step, and reports its own
+            report = strategy.report() if ours and "reason" not in step else {}
+            step["device_bytes"] = max(report.get("peak_device_bytes", [torch.cuda.max_memory_allocated()]))
         found["steps"].append(step)
         save(found)
         if "reason" in step and (tiles or not ours):
