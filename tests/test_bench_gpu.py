@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,16 @@ def test_the_command_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert known["longest_ours"]["longest"] == known["longest_plain"]["longest"] == max(TINY.lengths)
     assert len(known["trace"]["largest_losses"]) == 3
     assert (tmp_path / "table.md").read_text() in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_row_imports_neither_hydra_nor_datasets() -> None:
+    """The machines that have a GPU may lack them."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('hydra', 'omegaconf', 'datasets')))\n"
+        "from gpu_rows import ROWS, TINY, measure; measure(ROWS['lora_ours_24gib'], TINY)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
 def test_losses_of_a_traced_step() -> None:
