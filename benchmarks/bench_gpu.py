@@ -1,12 +1,13 @@
-"""On a GPU: the tests that need one, then one table of speed and memory beside other systems, then a trace of a step.
+"""On a GPU: the tests that need one, one table of speed and memory beside other systems, the longest sequence, a trace.
 
-    make bench-gpu                                    what fits into nine and a half minutes; again for the rest
+    make bench-gpu                                    what fits into seven minutes; a second call does the rest
     python benchmarks/bench_gpu.py --only ours,plain  some pieces; --again measures them anew, --list names them
     python benchmarks/bench_gpu.py --device cpu       tiny models on the CPU and on emulated devices: to try it
 
 Each piece is a process of its own: a piece that hangs, crashes or runs out of memory is a result with its reason. The
 output folder has ``results.json``, ``table.md``, each piece's log and the trace. A piece that ``results.json`` has is
-not run again.
+not run again. Pieces need torch, transformers, lightning, PEFT and the packages of PyPI that their rows name; hydra and
+datasets are not imported.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rows import GIB, ON_GPU, ROWS, TINY, measure, trace
+from gpu_rows import GIB, ON_GPU, ROWS, TINY, longest, measure, trace
 
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parents[1]
 NO_DEVICE = 3
 """Exit code where torch sees no GPU."""
-WITHIN_S = 570
-"""Seconds of a call: less than the ten minutes that shared machines often allow."""
-PIECE_S = {"tests": 180, "ordinary_tests": 90}
-"""Longest time of a piece, in seconds; 120 of all others. A piece is not begun with less than a third of it left."""
+WITHIN_S = 420
+"""Seconds of a call: two calls fit into a quarter of an hour, with the start of the machine."""
+PIECE_S = {"tests": 100, "ordinary_tests": 60, "longest_ours": 90, "longest_plain": 45}
+"""Longest time of a piece, in seconds; 75 of all others. A piece is not begun with less than a third of it left."""
 TESTS: dict[str, tuple[str, ...]] = {
     "tests": ("-m", "gpu"),
     "ordinary_tests": (
@@ -43,7 +44,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Pieces that run tests. Those of the second piece are about any device that is not the host."""
-PIECES = (*TESTS, *ROWS, "trace")
+LONGEST = ("longest_ours", "longest_plain")
+_LAST = ("fsdp2", "plain_24gib", "ordinary_tests")
+"""What is left out first, if time is short."""
+PIECES = (*(name for name in ("tests", *ROWS, "trace", *LONGEST) if name not in _LAST), *_LAST)
+
+SLOWER = 6
+"""How many times as long a piece may take on the CPU, which may have other things to do."""
 
 Found = dict[str, Any]
 
@@ -71,6 +78,9 @@ def run_piece(name: str, device: str, folder: Path) -> Found:
         return run_tests(TESTS[name] if device == "cuda" else ("tests/test_gpu.py",), device)
     if name == "trace":
         return trace(sizes, folder / "trace.json.gz")
+    if name in LONGEST:
+        path = folder / f"{name}.json"
+        return longest(sizes, lambda found: write(path, found), ours=name == "longest_ours")
     return measure(ROWS[name], sizes)
 
 
@@ -81,7 +91,14 @@ def answer(name: str, device: str, folder: Path) -> None:
     except BaseException as error:
         traceback.print_exc()
         found = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    (folder / f"{name}.json").write_text(json.dumps(found))
+    write(folder / f"{name}.json", found)
+
+
+def write(path: Path, found: Found) -> None:
+    """Write what a piece has found, in one move: the piece may be killed at any time."""
+    beside = path.with_suffix(".unfinished")
+    beside.write_text(json.dumps(found))
+    beside.replace(path)
 
 
 def run_apart(name: str, device: str, folder: Path, seconds: float) -> Found:
@@ -91,18 +108,18 @@ def run_apart(name: str, device: str, folder: Path, seconds: float) -> Found:
     with (folder / f"{name}.log").open("w") as log:
         child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
         try:
-            code = child.wait(seconds)
+            why = f"ended with code {child.wait(seconds)}; see {name}.log"
         except subprocess.TimeoutExpired:
-            return {"reason": f"not done after {seconds:.0f} s"}
+            why = f"not done after {seconds:.0f} s"
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
     if not found.exists():
-        return {"reason": f"ended with code {code}; see {name}.log"}
+        return {"reason": why}
     result: Found = json.loads(found.read_text())
     found.unlink()
-    return result
+    return result | ({"stopped": why} if child.returncode else {})
 
 
 def table(known: dict[str, Found]) -> str:
@@ -118,10 +135,18 @@ def table(known: dict[str, Found]) -> str:
         losses = f"{found['losses'][0]:.4f}, {found['losses'][-1]:.4f}"
         figures = f"{found['tokens_per_s']:,.0f} | {found['step_s']:.2f} | {device} | {found['host_bytes'] / GIB:.1f}"
         lines.append(f"| {row.title} | {figures} | {losses} |")
-    for name in (*TESTS, "trace"):
+    for name in (*TESTS, "trace", *LONGEST):
         found = known.get(name, {"reason": "not yet run"})
-        lines += ["", f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items())]
+        lines += ["", f"{name}: " + _listed(found)]
+        lines += ["", *(f"- {_listed(one)}" for value in found.values() if isinstance(value, list) for one in value)]
     return "\n".join(lines) + "\n"
+
+
+def _listed(found: Found | str) -> str:
+    if isinstance(found, str):
+        return found
+    shown = {key: value for key, value in found.items() if not isinstance(value, list) and value is not None}
+    return ", ".join(f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in shown.items())
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Found], list[str]]:
@@ -133,16 +158,17 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Found], list[str]]:
         if name in known and not options.again:
             continue
         needs = ROWS[name].needs if name in ROWS else None
-        longest, left = PIECE_S.get(name, 120), end - time.monotonic()
+        most, left = PIECE_S.get(name, 75), end - time.monotonic()
+        most *= 1 if options.device == "cuda" else SLOWER
         if needs is not None and importlib.util.find_spec(needs) is None:
             found = {"reason": f"not installed: pip install {needs}"}
-        elif left < longest / 3:
+        elif left < most / 3:
             left_out.append(name)
             continue
         else:
             began = time.monotonic()
             print(f"{name} ...", end=" ", flush=True)
-            found = run_apart(name, options.device, options.out, min(longest, left))
+            found = run_apart(name, options.device, options.out, min(most, left))
             found["piece_s"] = round(time.monotonic() - began, 1)
             print(f"{found['piece_s']:.0f} s {found.get('reason', '')}")
         known[name] = found

@@ -1,38 +1,32 @@
-"""Host memory at its peak, against what it should be: of the main job (SmolLM2-135M with LoRA), or of full fine-tuning.
+"""Host memory of full fine-tuning at its peak, against what it should be.
 
-By design: 4 bytes a frozen parameter (fp32: the master is the working copy), and a step's boundary tensors. A trained
-one has 4 bytes of weight, in which its copy in bf16 lies, two moments of AdamW in the form of ``--optimizer_state``,
-and a gradient of 4 bytes while it is on its way; all gradients at once in the first window, which has no moments yet.
+By design: a step's boundary tensors, and for each parameter 4 bytes of weight, in which its copy in bf16 lies, two
+moments of AdamW in the form of ``--optimizer_state``, and a gradient of 4 bytes while it is on its way; all gradients
+at once in the first window, which has no moments yet.
 
-On a machine without a GPU three things come on top: the process itself, what loading left behind, and the memory of the
-emulated devices, of which a part is not counted there: what a layer takes while it computes. What is measured beyond
-that sum is user code (the logits and the loss are computed there) and what the allocator keeps.
+On a machine without a GPU the process itself and the emulated devices come on top, and what a layer takes while it
+computes. What is measured beyond that sum is user code (the loss is computed there) and what the allocator keeps.
 
-    .venv/bin/python benchmarks/bench_memory.py [--full] [--steps 6]
+    .venv/bin/python benchmarks/bench_memory.py [--steps 6] [--optimizer_state int8]
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import psutil
 import torch
 from common import batches, parser_of, quiet, show, trainer
-from hydra import compose, initialize_config_module
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.devices.host_memory import forget_peak, peak_bytes
-from lightning_roundpipe.tasks.fine_tuning import build
 
 MIB = 2**20
 
@@ -68,45 +62,6 @@ class Growth(pl.Callback):
         self.in_flight = engine.context.gradients.pool.limit
 
 
-def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[tuple[str, int]]:
-    """What is needed and why, in bytes: with the process ``before`` the model and after it was ``loaded``."""
-    parameters = list(task.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
-    activations = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
-    return [
-        (f"{frozen / 1e6:.1f} M frozen parameters, 4 bytes each", 4 * frozen),
-        (f"{trained / 1e6:.1f} M trained parameters, 12 bytes each, and all gradients", 16 * trained),
-        ("boundary tensors of a step", activations),
-        ("process before the model", before),
-        ("left behind by loading the model", max(0, loaded - before - 4 * (frozen + trained))),
-        ("memory of the four emulated devices", sum(report["peak_device_bytes"])),
-    ]
-
-
-def main_job(options: argparse.Namespace) -> None:
-    """SmolLM2-135M with LoRA."""
-    before = resident()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        initialize_config_module("lightning_roundpipe.conf", version_base="1.3"),
-    ):
-        overrides = ["experiment=smollm2_lora", f"trainer.max_steps={options.steps or 6}", f"run_folder={folder}"]
-        overrides += ["callbacks=none", "logger=none"]
-        job = build(compose("train", overrides), Path(folder))
-        growth = Growth()
-        job.trainer.callbacks.append(growth)
-        job.trainer.limit_val_batches = 0
-        gc.collect()
-        loaded = resident()
-        forget_peak()
-        job.trainer.fit(job.task, datamodule=job.data)
-        most = peak_bytes()
-        found = items(job.task, job.trainer.strategy.report(), before, loaded)
-    show_memory("the main job", found[:3], found[3:], most)
-    print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
-
-
 class Full(pl.LightningModule):
     """A model of random weights, all of which are trained."""
 
@@ -139,11 +94,10 @@ class Full(pl.LightningModule):
 
 def full(options: argparse.Namespace) -> None:
     """All weights of a model, with AdamW."""
-    steps = options.steps or 3
     fit_full(64, 2, 2, options)  # all that is imported and started once
     before = trimmed()
     forget_peak()
-    module, strategy, growth = fit_full(options.hidden, options.layers, steps, options)
+    module, strategy, growth = fit_full(options.hidden, options.layers, options.steps, options)
     most = peak_bytes()
     report = strategy.report()
     trained = sum(p.numel() for p in module.parameters())
@@ -197,15 +151,14 @@ def show_memory(title: str, design: list[tuple[str, int]], apart: list[tuple[str
 
 
 def main() -> None:
-    parser = parser_of(__doc__, steps=0, hidden=1280, layers=20, tokens=64)
-    parser.add_argument("--full", action="store_true", help="full fine-tuning in bf16 instead of the main job")
+    parser = parser_of(__doc__, steps=3, hidden=1280, layers=20, tokens=64)
     parser.add_argument("--budget", default="600MiB")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--optimizer_state", default="fp32", choices=OPTIMIZER_STATES)
     parser.add_argument("--window", type=int, default=4, help="batches of a window")
     options = parser.parse_args()
     quiet()
-    full(options) if options.full else main_job(options)
+    full(options)
 
 
 if __name__ == "__main__":

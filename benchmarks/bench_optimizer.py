@@ -1,15 +1,11 @@
 """The optimizer's rate: AdamW as the engine steps it, layer by layer, against one fused step of all parameters.
 
 What the engine runs is measured as it runs it: a step was submitted, its thread waits, and gradients come, here of all
-layers at once. The time goes from there until every layer's update has been published. Layers are stepped one by one,
-and as the engine does it, where small ones that are there together share a call of up to 16 M parameters. That should
-cost nothing over one step of everything: a goal of 1.0. Against it works that each call costs some Python, the more
-because the layer before has driven everything else from the caches; so there are layers of three sizes.
+layers at once. The time goes from there until every layer's update has been published. Small layers that are there
+together share a call of up to 16 M parameters. That should cost nothing over one step of everything: a goal of 1.0.
 
-More sides are for comparison: with weights that travel in bf16, which are cast after each update, beside them or in the
-same memory, where moments may be packed, too; and what users mostly write, ``AdamW(...)`` without ``fused``. The sides
-take turns in random order, and those with moments in fp32 beside their copies have parameters, gradients and state in
-common: where memory lies alone makes a tenth.
+More sides are for comparison: with weights that travel in bf16, beside them or in the same memory, where moments may be
+packed, too; and ``AdamW(...)`` without ``fused``. The sides take turns in random order.
 
 Beside other work it needs ``OMP_WAIT_POLICY=passive``, or torch's threads wait for cores that others have and each side
 takes ten times as long.
@@ -138,11 +134,6 @@ class Side:
         return time.perf_counter() - start
 
 
-def compute() -> None:
-    """Something, so that this thread has a team, as it has in plain training."""
-    torch.zeros(1_000_000).add_(1)
-
-
 def sides_of(engine: Engine) -> dict[str, Side]:
     plain, fused = (AdamW(engine.masters, weight_decay=0.1, fused=choice) for choice in (None, True))
     fused.state = plain.state
@@ -152,14 +143,13 @@ def sides_of(engine: Engine) -> dict[str, Side]:
     def prepare() -> None:
         for layer in engine.layers:
             layer.weights.round({})
-        compute()
+        torch.zeros(1_000_000).add_(1)  # so that this thread has a team, as it has in plain training
 
     def ours(piece: int, *, cast: bool = False, form: str | None = None) -> Side:
         optimizer = plain if form is None else packed[form]
         return Side(engine.finish, lambda: engine.submit(optimizer, piece, cast=cast, form=form))
 
     return {
-        "the engine, layer by layer": ours(0),
         "the engine, as it is": ours(as_it_is),
         "the same, with bf16 copies": ours(as_it_is, cast=True),
         **{f"in 4 bytes, moments in {form}": ours(as_it_is, cast=True, form=form) for form in OPTIMIZER_STATES},

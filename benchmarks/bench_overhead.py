@@ -24,11 +24,9 @@ import subprocess
 import sys
 import time
 from functools import partial
-from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from common import parser_of, quiet, show, trainer
+from common import BatchEnds, parser_of, quiet, show, trainer
 from peft import LoraConfig
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -40,24 +38,9 @@ from lightning_roundpipe.tasks import CausalLM
 KINDS = ("lora", "full")
 MICROBATCHES = (1, 4)
 WARM_UP = 4
-"""Steps that are not counted: the engine finds the trace in its first and begins to use the plan in its second. It
-compares the fourth with its parts, which later happens in the 16th, 64th and so on only."""
+"""Steps that are not counted: the engine finds the trace in its first and begins to use the plan in its second."""
 TURN_S = 3.0
 """How long one side runs until the other one does."""
-
-
-class Ends(pl.Callback):
-    """When each step of ``batches`` batches ended."""
-
-    roundpipe_passive_hooks = True
-
-    def __init__(self, batches: int) -> None:
-        self._batches = batches
-        self.seconds: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self._batches == 0:
-            self.seconds.append(time.monotonic())
 
 
 def task(model: PreTrainedModel, kind: str, checkpointing: bool) -> CausalLM:
@@ -83,12 +66,12 @@ def run_side(options: argparse.Namespace) -> None:
     tokens = torch.randint(model.config.vocab_size, (steps * microbatches, options.tokens))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     accumulate = 1 if ours else microbatches
-    ends = Ends(accumulate)
+    ends = BatchEnds()
     budget = options.budget or None
     strategy = RoundPipeStrategy(num_microbatches=microbatches, memory_budget=budget) if ours else "auto"
     fitter = trainer(strategy, callbacks=ends, accumulate_grad_batches=accumulate)
     fitter.fit(task(model, kind, checkpointing=not ours), DataLoader(samples, batch_size=microbatches if ours else 1))
-    print(json.dumps({"ends": ends.seconds, "stages": _stages(strategy) if ours else ""}))
+    print(json.dumps({"ends": ends.seconds[accumulate - 1 :: accumulate], "stages": _stages(strategy) if ours else ""}))
 
 
 def measure(kind: str, microbatches: int, options: argparse.Namespace) -> tuple[float, float, str]:
@@ -114,7 +97,7 @@ def measure(kind: str, microbatches: int, options: argparse.Namespace) -> tuple[
 
 
 def take_turns(sides: list[subprocess.Popen[str]]) -> list[list[tuple[float, float]]]:
-    """Run the processes until they end, never two at once. Returns when each one ran (monotonic seconds)."""
+    """Run the processes until they end, never two at once. Returns when each one ran."""
     awake: list[list[tuple[float, float]]] = [[] for _ in sides]
     for side in sides:
         side.send_signal(signal.SIGSTOP)
@@ -123,13 +106,13 @@ def take_turns(sides: list[subprocess.Popen[str]]) -> list[list[tuple[float, flo
             return awake
         if side.poll() is not None:
             continue
-        start = time.monotonic()
+        start = time.perf_counter()
         side.send_signal(signal.SIGCONT)
         try:
             side.wait(TURN_S)
         except subprocess.TimeoutExpired:
             side.send_signal(signal.SIGSTOP)
-        turns.append((start, time.monotonic()))
+        turns.append((start, time.perf_counter()))
     raise AssertionError("a cycle does not end")
 
 

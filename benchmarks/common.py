@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.devices import emulated_work
-from lightning_roundpipe.devices.emulated import EmulatedDevice
 
 
 class Stopwatch(pl.Callback):
@@ -118,31 +114,6 @@ def batches(data: Tensor, size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(data), batch_size=size)
 
 
-@contextlib.contextmanager
-def unequal_devices(speeds: Sequence[float]) -> Iterator[None]:
-    """Within it, emulated devices are of as many kinds as there are speeds, and layers below are so fast on them."""
-    acquire_core, here = EmulatedDevice.acquire_core, threading.local()
-
-    @contextlib.contextmanager
-    def with_speed(self: EmulatedDevice) -> Iterator[None]:
-        with acquire_core(self):
-            here.speed = speeds[self.index]
-            yield
-
-    def work(seconds: float) -> None:
-        emulated_work(seconds / getattr(here, "speed", 1.0))
-
-    kind = property(lambda self: f"a device of speed {speeds[self.index]:g}")
-    # Only here, because calls of code that reads a thread-local variable are not plain.
-    with mock.patch.multiple(EmulatedDevice, acquire_core=with_speed, kind=kind), mock.patch(f"{__name__}.take", work):
-        yield
-
-
-def take(seconds: float) -> None:
-    """Take so long on a device of speed 1, as a layer that computes would; see `unequal_devices`."""
-    emulated_work(seconds)
-
-
 class Pace:
     """How fast layers that only take time are; 0 skips the waiting, for the step that learns the trace."""
 
@@ -156,14 +127,14 @@ class _TakeTime(torch.autograd.Function):
         ctx.backward_s, ctx.pace = backward_s, pace
         ctx.save_for_backward(weight)
         if pace.factor:
-            take(pace.factor * forward_s)
+            emulated_work(pace.factor * forward_s)
         return x * weight[:1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
         if ctx.pace.factor:
-            take(ctx.pace.factor * ctx.backward_s)
+            emulated_work(ctx.pace.factor * ctx.backward_s)
         of_weight = torch.zeros_like(weight)
         of_weight[0] = grad.sum()
         return grad * weight[:1], of_weight, None, None, None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,16 +30,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.data import PackedText, pydoc_topics
-from lightning_roundpipe.data.sequences import Sequences
 from lightning_roundpipe.tasks import CausalLM
 
 WAYS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "staleness 0": {},
-    "staleness 1": {"staleness": 1},
-    "bf16 moments": {"optimizer_state": "bf16"},
-    "int8 moments": {"optimizer_state": "int8"},
-}
+    "plain": None, "staleness 0": {}, "staleness 1": {"staleness": 1},
+    "bf16 moments": {"optimizer_state": "bf16"}, "int8 moments": {"optimizer_state": "int8"},
+}  # fmt: skip
 """Name and settings of the strategy."""
 LINES = {
     "plain": ("#555555", "-"),
@@ -58,8 +53,6 @@ VALIDATIONS = 10
 SMOOTHING = 50
 """Steps whose mean is a point of the training curve."""
 
-Run = dict[str, Any]
-
 
 class Bytes:
     """A tokenizer whose tokens are UTF-8's bytes; 0 ends a text."""
@@ -73,8 +66,6 @@ class Bytes:
 class Curve(BatchEnds):
     """Training losses of all steps, validation losses with their steps."""
 
-    roundpipe_passive_hooks = True
-
     def __init__(self) -> None:
         super().__init__()
         self.validation: list[tuple[int, float]] = []
@@ -85,22 +76,15 @@ class Curve(BatchEnds):
 
 def module_of(lr: float, steps: int) -> CausalLM:
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-    )
+        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=False,
+    )  # fmt: skip
     optimizer = partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = partial(get_cosine_schedule_with_warmup, num_warmup_steps=steps // 20, num_training_steps=steps)
     return CausalLM(LlamaForCausalLM(config), optimizer, schedule)
 
 
-def train(lr: float, seed: int, way: str, data: PackedText, steps: int) -> Run:
-    """The curves of one run."""
+def train(lr: float, seed: int, way: str, data: PackedText, steps: int) -> Curve:
     order = torch.Generator().manual_seed(seed)
     rows = len(data.training)
     chosen = torch.cat([torch.randperm(rows, generator=order) for _ in range(1 + steps * BATCH // rows)])
@@ -117,13 +101,17 @@ def train(lr: float, seed: int, way: str, data: PackedText, steps: int) -> Run:
     )
     fitter.fit(
         module,
-        DataLoader(Sequences(data.training[chosen[: steps * BATCH]]), BATCH),
-        DataLoader(Sequences(data.validation), 16 * BATCH),
+        DataLoader(items(data.training[chosen[: steps * BATCH]]), BATCH),
+        DataLoader(items(data.validation), 16 * BATCH),
     )
-    return {"losses": curve.losses, "validation": curve.validation}
+    return curve
 
 
-Results = dict[tuple[float, str], list[Run]]
+def items(rows: Tensor) -> Any:
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+Results = dict[tuple[float, str], list[Curve]]
 """Of each learning rate and way the runs of all seeds."""
 
 
@@ -138,25 +126,14 @@ def run_all(options: argparse.Namespace) -> Results:
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
     """Validation losses at the end, and how much more they are than plain training's, seed by seed."""
     for (lr, way), runs in results.items():
-        ours, plain = ([final(run) for run in each] for each in (runs, results[lr, "plain"]))
-        more = [one - other for one, other in zip(ours, plain, strict=True)]
-        each = ", ".join(f"{value:.3f}" for value in ours)
-        yield f"{lr:g}", way, spread(ours, ""), spread(more, "+") if way != "plain" else "", each
+        ours, plain = ([run.validation[-1][1] for run in each] for each in (runs, results[lr, "plain"]))
+        more = [f"{one - other:+.4f}" for one, other in zip(ours, plain, strict=True)]
+        yield f"{lr:g}", way, ", ".join(f"{value:.4f}" for value in ours), ", ".join(more)
 
 
-def final(run: Run) -> float:
-    return float(run["validation"][-1][1])
-
-
-def spread(values: list[float], sign: str) -> str:
-    """Mean and standard deviation."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):{sign}.3f} ± {deviation:.3f}"
-
-
-def smoothed(run: Run) -> Tensor:
+def smoothed(run: Curve) -> Tensor:
     """Means over ``SMOOTHING`` steps, from the first such window on."""
-    total = torch.tensor([0.0, *run["losses"]], dtype=torch.float64).cumsum(0)
+    total = torch.tensor([0.0, *run.losses], dtype=torch.float64).cumsum(0)
     return (total[SMOOTHING:] - total[:-SMOOTHING]) / SMOOTHING
 
 
@@ -173,8 +150,8 @@ def draw(options: argparse.Namespace, results: Results, path: Path) -> None:
             losses = torch.stack([smoothed(run) for run in runs])
             steps = range(SMOOTHING, options.steps + 1)
             band(training, steps, losses, way, line)
-            points = [step for step, _ in runs[0]["validation"]]
-            held_out = torch.tensor([[loss for _, loss in run["validation"]] for run in runs])
+            points = [step for step, _ in runs[0].validation]
+            held_out = torch.tensor([[loss for _, loss in run.validation] for run in runs])
             band(validation, points, held_out, way, line)
             if way == "plain":
                 difference.axhline(0.0, color=line[0], linewidth=1)
@@ -215,7 +192,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = run_all(options)
     title = f"Validation loss after {options.steps} steps, nats a byte, {options.seeds} seeds"
-    show(title, ("lr", "way", "validation loss", "more than plain", "of each seed"), rows(results))
+    show(title, ("lr", "way", "validation loss of each seed", "more than plain"), rows(results))
     draw(options, results, options.picture)
     print(options.picture)
 

@@ -1,4 +1,6 @@
-"""The rows of `bench_gpu.py`: the same optimizer steps by several systems, on random weights and tokens.
+"""The pieces of `bench_gpu.py`: the same optimizer steps by several systems, the longest sequence, a traced step.
+
+Weights and tokens are random.
 
 Shapes and adapters are those of ``conf/``, which is read without hydra. What a system needs is imported when its row
 runs, because it may be missing.
@@ -9,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.devices.host_memory import peak_bytes
 from lightning_roundpipe.tasks import CausalLM
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -47,6 +52,8 @@ class Sizes:
     steps: int
     warmup: int
     dtype: torch.dtype
+    lengths: tuple[int, ...]
+    """Tokens of the sequences that `longest` tries."""
 
     @property
     def batch(self) -> int:
@@ -59,8 +66,8 @@ class Sizes:
         return self.batch * self.sequence
 
 
-ON_GPU = Sizes("cuda", 2048, 4, 8, 3, 3, torch.bfloat16)
-TINY = Sizes("cpu", 32, 2, 4, 2, 2, torch.float32)
+ON_GPU = Sizes("cuda", 2048, 4, 8, 2, 2, torch.bfloat16, (32_768, 65_536, 131_072, 262_144))
+TINY = Sizes("cpu", 32, 2, 4, 2, 2, torch.float32, (32, 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +80,7 @@ class Row:
         model: name of a file in ``conf/model``.
         lora: train adapters in all linear layers; else all weights.
         quantization: format of the frozen weights.
+        microbatches: of a step; None: as many as usual.
         cap: bytes of the GPU that torch may allocate; None: all.
         needs: module that has to be installed.
     """
@@ -82,6 +90,7 @@ class Row:
     model: str = "qwen3_1_7b"
     lora: bool = False
     quantization: str | None = None
+    microbatches: int | None = None
     cap: int | None = None
     needs: str | None = None
 
@@ -151,14 +160,9 @@ def shape(name: str, sizes: Sizes) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "_target_"}
 
 
-def build(row: Row, sizes: Sizes) -> PreTrainedModel:
-    """The row's model in host memory."""
-    settings = shape(row.model, sizes)
-    if row.quantization is not None:  # each weight is packed before the next is drawn
-        from lightning_roundpipe.model.loading import from_config
-
-        dtype = str(sizes.dtype).removeprefix("torch.")
-        return from_config(**{**settings, "quantization": row.quantization, "dtype": dtype}).model
+def build(row: Row, sizes: Sizes, positions: int | None = None) -> PreTrainedModel:
+    """The row's model in host memory. ``positions``: of so many tokens, if not as many as usual."""
+    settings = shape(row.model, sizes) | ({"max_position_embeddings": positions} if positions else {})
     ours = ("weights", "dtype", "quantization", "double_quantization", "rope")
     config = AutoConfig.for_model(**{key: value for key, value in settings.items() if key not in ours})
     with torch.device("meta"):
@@ -176,12 +180,16 @@ def build(row: Row, sizes: Sizes) -> PreTrainedModel:
     for module in model.modules():
         if hasattr(module, "inv_freq"):  # a buffer, which had no values on the meta device
             module.__init__(config=model.config)  # type: ignore[misc]
-    return model
+    if row.quantization is None:
+        return model
+    from lightning_roundpipe.model.quantize import quantize
+
+    return quantize(model, row.quantization)
 
 
-def task(row: Row, sizes: Sizes, *, checkpointed: bool = False) -> CausalLM:
+def task(row: Row, sizes: Sizes, *, checkpointed: bool = False, positions: int | None = None) -> CausalLM:
     """The row's model as an ordinary LightningModule."""
-    model = build(row, sizes)
+    model = build(row, sizes, positions)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -295,44 +303,51 @@ def fsdp2(row: Row, sizes: Sizes, *, microbatches: int | None = None) -> tuple[C
     return clock, {}
 
 
+_RECOMPUTING = functools.partial(plain, checkpointed=True)
+_ROW_8B = functools.partial(Row, model="llama3_1_8b", lora=True, microbatches=2, cap=CAP)
+_NF4: dict[str, Any] = {"quantization": "nf4", "needs": "bitsandbytes"}
 ROWS: dict[str, Row] = {
     "plain": Row("plain Lightning", plain),
     "ours": Row("ours, staleness 0", ours),
     "ours_stale": Row("ours, staleness 1", functools.partial(ours, staleness=1)),
     "roundpipe": Row("the paper's library, one step late", roundpipe, needs="roundpipe"),
     "fsdp2": Row("FSDP2, CPU offload, the batch whole", functools.partial(fsdp2, microbatches=1)),
-    "plain_24gib": Row("plain Lightning, recomputing, 24 GiB", functools.partial(plain, checkpointed=True), cap=CAP),
+    "plain_24gib": Row("plain Lightning, recomputing, 24 GiB", _RECOMPUTING, cap=CAP),
     "ours_24gib": Row("ours, staleness 0, 24 GiB", ours, cap=CAP),
     "ours_stale_24gib": Row("ours, staleness 1, 24 GiB", functools.partial(ours, staleness=1), cap=CAP),
     "fsdp2_24gib": Row("FSDP2, CPU offload, 24 GiB", fsdp2, cap=CAP),
-    "lora_plain": Row("LoRA, plain Lightning", plain, "llama3_1_8b", lora=True),
-    "lora_ours": Row("LoRA, ours", ours, "llama3_1_8b", lora=True),
-    "nf4_plain": Row("LoRA on nf4, plain Lightning", plain, lora=True, quantization="nf4"),
-    "nf4_ours": Row("LoRA on nf4, ours", ours, lora=True, quantization="nf4"),
+    "roundpipe_24gib": Row("the paper's library, 24 GiB", roundpipe, cap=CAP, needs="roundpipe"),
+    "lora_plain_24gib": _ROW_8B("8B, LoRA, plain Lightning, recomputing, 24 GiB", _RECOMPUTING),
+    "lora_ours_24gib": _ROW_8B("8B, LoRA, ours, 24 GiB", ours),
+    "nf4_plain_24gib": _ROW_8B("8B, LoRA on nf4, plain Lightning, recomputing, 24 GiB", _RECOMPUTING, **_NF4),
+    "nf4_ours_24gib": _ROW_8B("8B, LoRA on nf4, ours, 24 GiB", ours, **_NF4),
 }
+OF_ITS_OWN = Row("the longest sequence, 24 GiB", ours, cap=CAP)
+"""The model of `longest`."""
+
+
+def begin(row: Row, sizes: Sizes) -> None:
+    """What each process does first."""
+    torch.manual_seed(0)
+    if sizes.device == "cpu":
+        torch.set_num_threads(1)  # the models are too small for more
+    elif row.cap is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, row.cap / torch.cuda.get_device_properties(0).total_memory))
 
 
 def measure(row: Row, sizes: Sizes) -> dict[str, Any]:
     """What a row records; errors pass."""
-    cuda = sizes.device == "cuda"
-    torch.manual_seed(0)
-    if not cuda:
-        torch.set_num_threads(1)  # the models are too small for more
-    if cuda and row.cap is not None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, row.cap / torch.cuda.get_device_properties(0).total_memory))
+    cuda, sizes = (
+        sizes.device == "cuda",
+        dataclasses.replace(sizes, microbatches=row.microbatches or sizes.microbatches),
+    )
+    begin(row, sizes)
     with HostMemory() as host:
         clock, found = row.run(row, sizes)
     if cuda:  # the engine begins a new peak with each step, and reports its own
         found = {"device_bytes": torch.cuda.max_memory_allocated(), **found}
     speed = {"tokens_per_s": sizes.steps * sizes.tokens / clock.seconds, "step_s": clock.seconds / sizes.steps}
     return {**speed, "losses": clock.losses, "host_bytes": max(peak_bytes(), host.nbytes), **found}
-
-
-def peak_bytes() -> int:
-    """The most of the host's memory that the process had at once."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class TracedStep(pl.Callback):
@@ -356,8 +371,91 @@ class TracedStep(pl.Callback):
             self._profiler.export_chrome_trace(str(self._path))
 
 
+def longest(sizes: Sizes, save: Callable[[dict[str, Any]], None], *, ours: bool) -> dict[str, Any]:
+    """The longest of some sequences, one a step, that trains under the cap: all weights, ours or plain Lightning.
+
+    Ours tries tiles of tokens where a sequence does not fit without.
+
+    Args:
+        save: gets what is known so far, for the case that the time ends.
+    """
+    begin(OF_ITS_OWN, sizes)
+    found: dict[str, Any] = {"longest": 0, "steps": []}
+    module = task(OF_ITS_OWN, sizes, checkpointed=not ours, positions=sizes.lengths[-1])
+    for length, tiles in itertools.product(sizes.lengths, (None, 4096) if ours else (None,)):
+        if length <= found["longest"]:
+            continue
+        strategy: Any = RoundPipeStrategy(token_tiles=tiles) if ours else "auto"
+        row = torch.randint(0, module.model.config.vocab_size, (length,))
+        if sizes.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        step: dict[str, Any] = {"tokens": length, "token_tiles": tiles}
+        try:
+            lightning(strategy, sizes, pl.Callback()).fit(module, DataLoader([{"input_ids": row, "labels": row}]))  # type: ignore[arg-type]
+            step["step_s"], found["longest"] = time.perf_counter() - start, length
+        except Exception as error:  # that of a full device, with the engine's notes
+            step["reason"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if sizes.device == "cuda":  # the engine begins a new peak with each step, and reports its own
+            report = strategy.report() if ours and "reason" not in step else {}
+            step["device_bytes"] = max(report.get("peak_device_bytes", [torch.cuda.max_memory_allocated()]))
+        found["steps"].append(step)
+        save(found)
+        if "reason" in step and (tiles or not ours):
+            break
+    return found
+
+
+LAUNCH_GAP_S = 50e-6
+"""A GPU that idles for less waits for the next launch."""
+MENDS = {
+    "recomputation": "a larger fused stage (more memory), carry_products=True where links are fast",
+    "gaps between kernels": "compile_layers=True, or larger microbatches: fewer and longer kernels",
+    "waits for the optimizer": "more cores for the process, LoRA, or staleness=1 where it is 0",
+    "waits for copies": "more microbatches a step, reduce_dtype='bfloat16', or prefetch=1",
+    "waits for the host": "larger microbatches: the interpreter issues fewer operations a token",
+}
+"""What a step loses time to, and what would mend it."""
+
+
+def losses_of(events: Iterable[dict[str, Any]], recomputed_s: float, cuda: bool) -> list[dict[str, Any]]:
+    """Seconds of a traced step that are lost, by `MENDS`, the most first.
+
+    Args:
+        events: of the Chrome trace; on the CPU, operations count as kernels.
+        recomputed_s: seconds of recomputation in the step.
+    """
+    spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "copy": [], "optimizer": []}
+    for event in events:
+        kind = str(event.get("cat"))
+        span = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if re.search(r"Optimizer\.step|adam", event["name"], re.IGNORECASE):
+            spans["optimizer"].append(span)
+        elif kind == ("kernel" if cuda else "cpu_op"):
+            spans["kernel"].append(span)
+        elif kind == "gpu_memcpy":
+            spans["copy"].append(span)
+    lost = dict.fromkeys(MENDS, 0.0) | {"recomputation": recomputed_s}
+    end = None
+    for begin_s, end_s in sorted(spans["kernel"]):
+        if end is not None and begin_s > end:
+            idle = begin_s - end
+            within = {what: max((min(b, begin_s) - max(a, end) for a, b in spans[what]), default=0.0) for what in spans}
+            if idle < LAUNCH_GAP_S:
+                lost["gaps between kernels"] += idle
+            elif within["optimizer"] > idle / 2:
+                lost["waits for the optimizer"] += idle
+            elif within["copy"] > idle / 2:
+                lost["waits for copies"] += idle
+            else:
+                lost["waits for the host"] += idle
+        end = end_s if end is None else max(end, end_s)
+    most = sorted(lost, key=lambda what: -lost[what])
+    return [{"loss": what, "seconds": lost[what], "mend": MENDS[what]} for what in most]
+
+
 def trace(sizes: Sizes, path: Path) -> dict[str, Any]:
-    """Seconds of a traced step of ``ours_stale``, and those in which the GPU computed and copied.
+    """Seconds of a traced step of ``ours_stale``, those in which the GPU computed and copied, the three largest losses.
 
     Args:
         path: of the trace (``.json.gz``), which chrome://tracing and Perfetto show.
@@ -370,4 +468,7 @@ def trace(sizes: Sizes, path: Path) -> dict[str, Any]:
     with gzip.open(path, "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     seconds = {kind: sum(e["dur"] for e in events if e.get("cat") == kind) / 1e6 for kind in ("kernel", "gpu_memcpy")}
-    return {"traced_events": len(events), **{f"{kind}_s": value for kind, value in seconds.items()}, "trace": str(path)}
+    recomputed = sum(e["end_s"] - e["start_s"] for e in strategy.report()["events"] if e["kind"] == "recompute")
+    largest = losses_of(events, recomputed, sizes.device == "cuda")[:3]
+    figures = {f"{kind}_s": value for kind, value in seconds.items()}
+    return {"traced_events": len(events), **figures, "largest_losses": largest, "trace": str(path)}

@@ -17,12 +17,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-UNDER_THE_STRATEGY = {
-    "PL_TRAINER_STRATEGY": "roundpipe",
-    "PL_TRAINER_ACCELERATOR": "cpu",
-    "PL_TRAINER_DEVICES": "2",
-}
 PLAINLY = {"PL_TRAINER_ACCELERATOR": "cpu", "PL_TRAINER_DEVICES": "1"}
+UNDER_THE_STRATEGY = {**PLAINLY, "PL_TRAINER_STRATEGY": "roundpipe", "PL_TRAINER_DEVICES": "2"}
 MOST_S = 60
 """Seconds after which a test counts as failed."""
 
@@ -31,17 +27,8 @@ def outcomes(paths: list[Path], settings: dict[str, str]) -> dict[str, str]:
     """Return the message of each test that ran; empty if it passed. Skipped tests are left out."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *map(str, paths),
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--timeout={MOST_S}",
-        ]
-        command += [f"--junitxml={result}", f"--rootdir={paths[0].parent}"]
+        command = [sys.executable, "-m", "pytest", *map(str, paths), "-q", "-p", "no:cacheprovider"]
+        command += [f"--timeout={MOST_S}", f"--junitxml={result}", f"--rootdir={paths[0].parent}"]
         subprocess.run(command, env={**os.environ, **settings}, cwd=folder, stdout=subprocess.DEVNULL, check=False)
         found = {}
         for case in ElementTree.parse(result).iter("testcase"):

@@ -1,6 +1,6 @@
 """The figures in docs/quantization.md: what `roundpipe-plan` says of packed base weights, beside 16 bits.
 
-    .venv/bin/python docs/make_quantization_plans.py          (about eight minutes on two cores)
+    .venv/bin/python docs/make_quantization_plans.py          (about five minutes on two cores)
 
 Nothing between the marks on that page is written by hand. Plans are those of `search_seconds=0`, which are the same on
 every machine, so a test computes some of the rows again.
@@ -27,7 +27,7 @@ SEQUENCES = 64
 SIZES = (4, 2, 1)
 """Sequences of a microbatch."""
 GPUS = (1, 4)
-HOSTS = (64, 128, 192)
+HOSTS = (64, 128)
 """GiB. What is planned for a smaller host fits a larger one, too."""
 BASES = {"16 bits": (), "nf4": (("quantization", "nf4"),)}
 

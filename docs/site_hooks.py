@@ -6,7 +6,7 @@ between two comments. Nothing between them is written by hand: run this file aft
     <!-- options -->            every option of RoundPipeStrategy
     <!-- configuration -->      every group of conf/ and its choices
     <!-- commands -->           every console command with its help
-    <!-- mistakes -->           every message of tests/mistakes, with its remedy
+    <!-- mistakes -->           messages of the strategy in tests/mistakes, but those about the form of one value
     <!-- end of options -->     and so on
 
 Only on the site, ``<!-- api: lightning_roundpipe.callbacks -->`` stands for the documentation of every name in that
@@ -176,18 +176,30 @@ def groups() -> dict[str, str]:
     return {**named, **{name: "machines that `roundpipe-plan` knows" for name in others if name not in named}}
 
 
+_ALIKE = {
+    "The shape of": "Shapes of published models, whose weights `roundpipe-train` takes from `model.weights`",
+    "A twin of": "Their twins in less than a million random weights, with the same code",
+    ".* as arXiv 2604.27085 measured": "[Rows of the paper](large-models.md#how-to-train-them), with random weights",
+}
+"""Choices that are listed by name, by the beginning of their heads."""
+
+
 def _configuration() -> str:
     parts = ["[conf/train.yaml](../conf/train.yaml) chooses one of each group."]
     for group, meaning in groups().items():
         files = sorted((ROOT / "conf" / group).glob("*.yaml"))
-        rows = [f"| [`{file.stem}`](../conf/{group}/{file.name}) | {_head(file)} |" for file in files]
+        heads = {f"[`{file.stem}`](../conf/{group}/{file.name})": _head(file) for file in files}
+        alike = {text: [name for name in heads if re.match(start, heads[name])] for start, text in _ALIKE.items()}
+        listed = {name for names in alike.values() for name in names}
+        rows = [f"| {name} | {head} |" for name, head in heads.items() if name not in listed]
         table = "\n".join(["| choice | what it is |", "| --- | --- |", *rows])
-        parts.append(f"## `{group}`\n\n{_sentence(meaning)}.\n\n{table}")
+        others = "".join(f"\n\n{text}: {', '.join(names)}." for text, names in alike.items() if names)
+        parts.append(f"## `{group}`\n\n{_sentence(meaning)}.\n\n{table}{others}")
     return "\n\n".join(parts)
 
 
 def _head(file: Path) -> str:
-    """The comment at the head of a configuration file, or the title in it."""
+    """The first sentence of the comment at the head of a configuration file, or the title in it."""
     lines = file.read_text().splitlines()
     comments = []
     for line in lines:
@@ -195,7 +207,7 @@ def _head(file: Path) -> str:
             break
         comments.append("" if "@package" in line else line.removeprefix("#").strip())
     text = " ".join(filter(None, comments)) or str(OmegaConf.load(file).get("title", ""))
-    return re.sub(r"([*_<|\[])", r"\\\1", text)
+    return re.sub(r"([*_<|\[])", r"\\\1", re.match(r".*?\.(?= |$)|.*", text)[0])  # type: ignore[index]
 
 
 def _commands() -> str:
@@ -207,7 +219,8 @@ def _commands() -> str:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name} --help failed:\n{done.stderr}")
-        parts.append(f"## `{name}`\n\n```text\n{done.stdout.strip()}\n```")
+        text = re.sub(r"(?ms)^groups and their choices:$.*?(?=^settings:)", "groups: below\n\n", done.stdout)
+        parts.append(f"## `{name}`\n\n```text\n{text.strip()}\n```")
     return "\n\n".join(parts)
 
 
@@ -237,12 +250,21 @@ def _section(file: Path, name: str) -> tuple[str, list[list[str]]]:
     raise LookupError(f"{file} has no {name}")
 
 
+_ONE_VALUE = re.compile(
+    r"[\w.]*=?… must be$|[\w.]+=… is not a size$|\w+=… is no|.* has no (option|setting) |.* are both set$"
+    r"|plan: .* a span"
+)
+"""Messages that say all there is to say about one value."""
+
+
 def _mistakes() -> str:
-    head = "| what is wrong | the message begins | what to do |\n| --- | --- | --- |\n"
-    return "\n\n".join(
-        f"## {section}\n\n{head}" + "\n".join(f"| {what} | `{says}` | {remedy} |" for what, says, remedy in rows)
-        for section, rows in mistakes().items()
-    )
+    parts = []
+    for section, rows in mistakes().items():
+        if "`roundpipe-train`" in section:  # of files and settings, which these messages name
+            continue
+        lines = [f"| {what} | `{says}` |" for what, says, _ in rows if not _ONE_VALUE.match(says)]
+        parts.append("\n".join([f"## {section}\n", "| what is wrong | the message begins |", "| --- | --- |", *lines]))
+    return "\n\n".join(parts)
 
 
 _GENERATED = {"options": _options, "configuration": _configuration, "commands": _commands, "mistakes": _mistakes}

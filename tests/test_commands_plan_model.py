@@ -186,7 +186,7 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
     text = " ".join(out.split())
     assert code == 1 and "What would fit" not in out
     assert "Nothing that was tried fits (tried: lora=all_linear; lora=attention; " in text
-    enough = re.search(r"Take (memory=\d+[KM]iB) or more, or a smaller model\.", text)
+    enough = re.search(r"Take (memory=[\d.]+[KM]iB) or more, or a smaller model\.", text)
     assert enough, text
     assert command(*TINY_4090, enough[1], "microbatch_size=2")[0] == 0
 

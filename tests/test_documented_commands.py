@@ -32,7 +32,6 @@ PROGRAMS = r"(?:roundpipe-(?:train|plan|simulate|export)|python examples/)"
 
 NOT_RUN = {
     r"roundpipe-(train|plan|simulate|export)( -m)?": "the name of a program",
-    r"roundpipe-\w+: .*": "what a program says",
     r".*=\.\.\.( .*)?": "a form whose places are to be filled",
     r"roundpipe-export run=last\.ckpt base=Qwen/\S+ to=\S+": "a base model of the hub",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +11,8 @@ from typing import Any
 import pytest
 import several_machines
 from patience import PATIENCE_S
-from test_several_machines import assert_one
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 from slow_network import SlowNetwork, unavailable
+from test_several_machines import assert_one
 
 WHY_NOT = unavailable()
 pytestmark = [

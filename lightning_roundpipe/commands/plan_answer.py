@@ -189,27 +189,29 @@ def _tried(found: Outlook, remedies: Remedies) -> list[str]:
 
 
 def _memory_table(heading: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
-    """Return a table of memory in GiB, with the sum as its last row. ``locked``: with page-locked memory."""
+    """Return a table of memory, with the sum as its last row. ``locked``: with page-locked memory."""
+    unit, name = _unit(total(items))
 
     def row(name: str, rows: Sequence[Item]) -> list[str]:
         pinned = [item for item in rows if item.locked]
-        return [name, _gib(total(rows)), *([_gib(total(pinned)) if pinned else ""] if locked else [])]
+        sums = (rows, pinned) if locked else (rows,)
+        return [name, *(f"{total(part) / unit:,.2f}" if part else "" for part in sums)]
 
-    of = "without a limit" if limit is None else f"of {_gib(limit)}, {100 * total(items) / limit:.0f} %"
+    of = "without a limit" if limit is None else f"of {limit / unit:,.2f}, {100 * total(items) / limit:.0f} %"
     rows = [*(row(item.name, [item]) for item in items), row(f"together, {of}", items)]
-    made = table([heading], ["GiB", *(["page-locked"] if locked else [])], rows)
+    made = table([heading], [name, *(["page-locked"] if locked else [])], rows)
     made.rows[-2].end_section = True
     return made
 
 
 def _share(need: int, limit: int) -> str:
-    unit, name = (2**30, "GiB") if limit >= 2**30 else (2**20, "MiB")
+    unit, name = _unit(limit)
     return f"{need / unit:,.2f} of {limit / unit:,.2f} {name}"
 
 
-def _gib(nbytes: int) -> str:
-    """Return bytes as a number of GiB with two decimals."""
-    return f"{nbytes / 2**30:,.2f}"
+def _unit(nbytes: int) -> tuple[int, str]:
+    """Return the unit that a size is written in."""
+    return (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
 
 
 def _count(number: int) -> str:

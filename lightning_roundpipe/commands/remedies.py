@@ -16,7 +16,7 @@ from typing import Any
 from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Outlook, look_at, shape_of, total
 from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape
 from lightning_roundpipe.commands.wish import Wish
-from lightning_roundpipe.config import OPTIMIZER_STATES
+from lightning_roundpipe.config import OPTIMIZER_STATES, parse_bytes
 from lightning_roundpipe.planning.memory import size_text
 
 TRIES = 16
@@ -77,7 +77,7 @@ def find_remedies(outlook: Outlook) -> Remedies:
         tries.first_that_fits(tries.together())
     needs = [(total(one.host_items), changes) for changes, one in tries.refused if one.fits_device]
     for nbytes, changes in needs[:1] if tries.found else sorted(needs, key=lambda pair: pair[0])[:1]:
-        tries.first_that_fits([{**changes, "host_memory": _rounded_up(nbytes)}])
+        tries.first_that_fits([{**changes, "host_memory": parse_bytes(size_text(nbytes), "host_memory")}])
     share = 1.0 if outlook.wish.memory else MEMORY_SHARE
     needed = None if outlook.fits_device else int(total(outlook.device_items) / share)
     return Remedies(tries.found, tries.hopeless, needed)
@@ -167,9 +167,3 @@ class _Tries:
             self._shapes[key] = shape_of(wish, machine)
         shape = self._shapes[key]
         return shape if machine == shape.hardware else shape.on(machine)
-
-
-def _rounded_up(nbytes: int) -> int:
-    """Return the bytes of `size_text`."""
-    unit = next(unit for unit in (2**30, 2**20, 2**10) if nbytes >= unit or unit == 2**10)
-    return -(-nbytes // unit) * unit

@@ -109,9 +109,10 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def size_text(nbytes: int) -> str:
-    """Return a size as settings take it, in whole units that are no less than ``nbytes``: ``24GiB``."""
+    """Return a size as settings take it, no less than ``nbytes``: ``24GiB``, or ``1.3GiB`` below ten of a unit."""
     name, unit = next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
-    return f"{-(-nbytes // unit)}{name}"
+    tenths = -(-10 * nbytes // unit)
+    return f"{tenths / 10:g}{name}" if tenths < 100 else f"{-(-nbytes // unit)}{name}"
 
 
 MASTER_BYTES = 4

@@ -162,7 +162,9 @@ def _make(node: DictConfig, **objects: Any) -> Any:
         return instantiate(node, _partial_=True, _convert_="all")(**objects)
     except TypeError as error:
         made = node.get("_target_")
-        raise ValueError(f"{made} does not take these settings: {error} ({_shown(node)})") from error
+        raise ValueError(
+            f"{made} does not take these settings: {error}. Leave it out, or choose another class."
+        ) from error
     except InstantiationException as error:
         cause = error.__cause__
         raise (cause if isinstance(cause, (ValueError, OSError)) else ValueError(str(error))) from None
