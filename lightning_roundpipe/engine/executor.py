@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.thread_owner import working
+from lightning_roundpipe.devices.base import NOTHING
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
 from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
@@ -50,7 +50,6 @@ from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
-from lightning_roundpipe.user_code.interception import Inside
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 T = TypeVar("T")
@@ -59,9 +58,6 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 LONG_S = 3e-4
 """Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
 microseconds."""
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True, eq=False)
@@ -258,8 +254,8 @@ class Executor:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside, *,
-        keep_graph: bool, carries: bool = False,
+        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, *, keep_graph: bool,
+        carries: bool = False,
     ) -> Outcome:  # fmt: skip
         """Run a call.
 
@@ -268,7 +264,6 @@ class Executor:
             slot: an open slot that has the layer's weights.
             inputs: its tensors on this worker.
             runner: the calling thread.
-            inside: the context of the layer's code.
             keep_graph: whether the graph is kept for the backward.
             carries: whether its products go to the host for the recomputation. Compiled code has none.
 
@@ -287,9 +282,7 @@ class Executor:
             gathering = None
             if carries and not self._compiler.compiled:
                 gathering = Gathering(self.device, draws=layer.index in self._randomness.draws)
-            run, aliases, sink = self._run(
-                call, slot, tensors, replica, runner, "forward", inside, gathering, grad=grad
-            )
+            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", gathering, grad=grad)
             found = run.tensors
             if gathering is not None and run.differentiable:
                 call.carried = gathering.send(slot.spec.recorder, call.microbatch)
@@ -349,7 +342,7 @@ class Executor:
 
     def _run(
         self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, runner: Runner, kind: str,
-        inside: Inside, carrying: Gathering | Returning | None = None, *, grad: bool,
+        carrying: Gathering | Returning | None = None, *, grad: bool,
     ) -> tuple[_Ran, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
@@ -369,20 +362,20 @@ class Executor:
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, around.seed)
         forward = self._compiler.of(layer, replica)
-        saved = device.saved_for_backward() if grad else _NOTHING
-        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
+        saved = device.saved_for_backward() if grad else NOTHING
+        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else NOTHING
         borrowing, cache = self._borrowing(call, replica), parametrize._cache
         compiled = self._compiler.compiled  # such code contains its hooks
-        observed = _NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
+        observed = NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
         began = time.perf_counter()
-        watched = _NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
-        carried: contextlib.AbstractContextManager[Any] = carrying or _NOTHING
+        watched = NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
+        carried: contextlib.AbstractContextManager[Any] = carrying or NOTHING
 
         def code() -> tuple[Any, dict[str, list[Any]]]:
             with torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, carried:
                 return collecting(forward, *built.args, **built.kwargs)
 
-        result, collected = self._compute(call, slot, kind, runner, inside, code, alone=draws)
+        result, collected = self._compute(call, slot, kind, runner, code, alone=draws)
         output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
@@ -431,14 +424,13 @@ class Executor:
         layer = call.layer
         seen = layer.seen
         if self._compiler.compiled or (seen.borrows == [] and not seen.reads_data):
-            return _NOTHING
+            return NOTHING
         lender, lent = call.environment.lender, seen.borrows or []
         return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
 
     def _compute(
-        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, code: Callable[[], T], *,
-        alone: bool,
-    ) -> T:  # fmt: skip
+        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, code: Callable[[], T], *, alone: bool
+    ) -> T:
         """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it runs ``alone``.
 
         While torch compiles, it saves and restores generators that others draw from.
@@ -446,11 +438,15 @@ class Executor:
         layer, device, compute = call.layer, self.device, self.device.compute
         alone = alone or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
         gives_up = not alone and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
-        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or _NOTHING
-        with Computing(self._baton, runner) if gives_up else _NOTHING, device.acquire_core():
+        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or NOTHING
+        with Computing(self._baton, runner) if gives_up else NOTHING, device.acquire_core():
             start = compute.record(timed=True)
-            with name, working(inside), compute.running():
-                result = code()
+            runner.inside = layer.name, kind
+            try:
+                with name, compute.running():
+                    result = code()
+            finally:
+                runner.inside = None
             end = compute.record(timed=True)
         runner.scope.check()
         where = EventSource(slot.index, slot.phase, call.index, layer.name)
@@ -510,7 +506,7 @@ class Executor:
 
     def backward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], gradients: Sequence[Sequence[Arriving]],
-        factor: float, runner: Runner, inside: Inside,
+        factor: float, runner: Runner,
     ) -> list[Tensor | None]:  # fmt: skip
         """Run a call's backward, after its recomputation unless its graph was kept.
 
@@ -521,7 +517,6 @@ class Executor:
             gradients: of each of its outputs, in parts.
             factor: by which gradients of parameters are multiplied before they are added to the sums.
             runner: the calling thread.
-            inside: the context of the layer's code.
 
         Returns:
             The gradient of each of the inputs that need one.
@@ -531,7 +526,7 @@ class Executor:
         device.track_until_freed([part.tensor for parts in gradients for part in parts], GRADIENTS)
         meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
         if call.graph is None:
-            self.recompute(call, slot, inputs, runner, inside)
+            self.recompute(call, slot, inputs, runner)
         assert call.graph is not None
         (outputs, sink), call.graph = call.graph, None
         roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
@@ -545,12 +540,12 @@ class Executor:
         sink.closed = False
         held = buffers.written() if buffers else {}
         if roots:
-            watched = _NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
+            watched = NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
             alone = layer.index in self._randomness.draws
             # Other calls may reach the same stand-in's graph.
             code = functools.partial(run_backward, roots, values, retain_graph=bool(layer.seen.reaches_out))
             with watched:
-                self._compute(call, slot, "backward", runner, inside, code, alone=alone)
+                self._compute(call, slot, "backward", runner, code, alone=alone)
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
@@ -568,24 +563,22 @@ class Executor:
         worker.keep_until_computed(runner, values, given)
         return found
 
-    def recompute(
-        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside
-    ) -> None:
+    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
         there, count = self._take(slot, call.layer, inputs, runner), len(call.inputs.saved)
         returning = None
         if call.carried.products:
             [block] = there[count:]
             returning = Returning(call.carried.products, block, self.device.generator)
-        outputs, sink = self._recompute(call, slot, there[:count], runner, inside, returning)
+        outputs, sink = self._recompute(call, slot, there[:count], runner, returning)
         if returning is not None and not returning.has_fitted():
-            outputs, sink = self._recompute(call, slot, there[:count], runner, inside)
+            outputs, sink = self._recompute(call, slot, there[:count], runner)
         self._check(call, outputs)
         self.device.track_until_freed(outputs, OUTPUTS)
         call.graph = outputs, sink
 
     def _recompute(
-        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], runner: Runner, inside: Inside,
+        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], runner: Runner,
         returning: Returning | None = None,
     ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
         layer, device = call.layer, self.device
@@ -596,7 +589,7 @@ class Executor:
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(given, INPUTS), call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
-                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside,
+                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute",
                 returning,
             )  # fmt: skip
         if buffers:

@@ -35,7 +35,6 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
-from lightning_roundpipe.user_code.interception import Inside
 
 
 class LayerCalls:
@@ -151,9 +150,8 @@ class LayerCalls:
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
                 for i, tensor in enumerate(given)
             ]
-            inside = Inside(call.layer.name)
             with without_caller_modes():
-                outcome = executor.forward(call, slot, inputs, turns.runner, inside, keep_graph=keeps, carries=carries)
+                outcome = executor.forward(call, slot, inputs, turns.runner, keep_graph=keeps, carries=carries)
             if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.inputs.saved = list(map(activations.save, given, homes))
             if call.place is None:
@@ -234,7 +232,7 @@ class Tape:
 
     def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:
         """Run a call's backward in its turn [3]. Returns the gradients of its inputs, and the device they are on."""
-        turns, layer, activations = self.turns, call.layer, self.turns.activations
+        turns, activations = self.turns, self.turns.activations
         slot = turns.of(call, "backward")
         planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
         self._refuse_unplaced(call, slot.sums.get(call.index))
@@ -255,10 +253,7 @@ class Tape:
                 self._recompute_ahead(call, executor, slot)
             following = self._following(slot)
             activations.bring_ahead(following, device, worker.room)
-            gradients = executor.backward(
-                call, slot, inputs, arriving, self.weights.mode.proxies.factor, turns.runner,
-                Inside(layer.name, functools.partial(self.weights.take_bypassed_grad, layer=layer.name)),
-            )  # fmt: skip
+            gradients = executor.backward(call, slot, inputs, arriving, self.weights.mode.proxies.factor, turns.runner)
             del inputs, arriving
             activations.drop(device, following)
             if planned and turns.microbatch == slot.microbatches[-1] and call.index in slot.gradients.on_worker:
@@ -303,7 +298,7 @@ class Tape:
                 return
             if other.graph is None:
                 inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
-                executor.recompute(other, slot, inputs, self.turns.runner, Inside(other.layer.name))
+                executor.recompute(other, slot, inputs, self.turns.runner)
 
     def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
         """Take the gradients of a call's outputs. Those that are not on ``device`` begin to go to the host."""
