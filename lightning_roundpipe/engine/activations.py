@@ -153,6 +153,8 @@ class Activations:
 
     def drop(self, device: Device | None, keep: Collection[HostTensor] = ()) -> None:
         """Drop what is on ``device``, after a call, except for what the next call needs, too."""
+        if not self._here:
+            return
         kept = set(map(id, keep))
         gone = [self._here.pop(key) for key in list(self._here) if key not in kept]
         for here in gone:

@@ -294,11 +294,10 @@ class Executor:
             learning = self._randomness.learning or layer.seen.is_new_state(call.environment.state)
             buffers.write_back(before, learning, call.microbatch)
             call.buffers = before
-        originals: dict[int, Any] = dict(zip(map(id, aliases), call.inputs.tensors, strict=True))
-        originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
-        originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
+        originals: dict[int, Any] = dict(replica.sources)
+        originals.update(zip(map(id, aliases), call.inputs.tensors, strict=True))
         shared = sharing(found, aliases)
-        lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
+        lent = set() if keep_graph else {address_of(tensor) for tensor, event in inputs if event is not None}
         clones = self._part_from_lent(run, found, lent, originals)
         call.inputs.mutated = tuple(position for position, _ in run.mutated)
         if run.differentiable:
@@ -372,17 +371,21 @@ class Executor:
         carried: contextlib.AbstractContextManager[Any] = carrying or NOTHING
 
         def code() -> tuple[Any, dict[str, list[Any]]]:
-            with torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, carried:
+            with saved, unmoved, writes, watched, borrowing, observed, carried:
                 return collecting(forward, *built.args, **built.kwargs)
 
         result, collected = self._compute(call, slot, kind, runner, code, alone=draws)
+        torch._C._set_grad_enabled(grad)  # the layer may have left it otherwise
         output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
         if draws:
             self._randomness.end(layer.index)
-        written = {i for i, p in enumerate(replica.parameters) if p._version != own[i]}
+        now = [p._version for p in replica.parameters]
+        written = (
+            {i for i, (p, before) in enumerate(zip(now, own, strict=True)) if p != before} if now != own else set()
+        )
         if isinstance(borrowing, Borrowing):
             layer.seen.borrows = borrowing.found
             layer.seen.reads_data |= borrowing.reads_data
@@ -391,7 +394,7 @@ class Executor:
             _refuse_written(layer, replica, written)
         if replica.registrations.have_changed():
             _refuse_registered(layer, replica)
-        if grad and any(p.requires_grad and not t for p, t in zip(replica.parameters, around.trained, strict=True)):
+        if grad and replica.trains_more(around.trained):
             raise RoundPipeError(
                 f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
@@ -405,7 +408,8 @@ class Executor:
             layer.observers.act()
         if run.written or built.attributes:
             replica.attributes.drop_written()
-        seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
+        seen = {*map(id, aliases), *map(id, replica.parameters)}
+        seen.difference_update([id(t) for _, t in mutated])
         found = run.tensors
         for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):
             collect(value, seen, found)
@@ -523,7 +527,6 @@ class Executor:
         """
         worker, layer, device = self.worker, call.layer, self.device
         replica, buffers = self._copy(slot, layer)
-        device.track_until_freed([part.tensor for parts in gradients for part in parts], GRADIENTS)
         meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
         if call.graph is None:
             self.recompute(call, slot, inputs, runner)
@@ -551,8 +554,8 @@ class Executor:
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
-        parts = [part for of_output in gradients for part in of_output if part.event is not None]
-        lent = {address_of(a.tensor) for a in (*inputs, *parts)}  # memory that others get next
+        lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
+        lent.update([address_of(p.tensor) for parts in gradients for p in parts if p.event is not None])
         found = [parts[0].tensor if parts else None for parts in sink.parts]
         found = [g.clone() if g is not None and address_of(g) in lent else g for g in found]
         given = [g for g in found if g is not None]

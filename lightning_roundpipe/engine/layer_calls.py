@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,7 +55,7 @@ class LayerCalls:
         self.context, self.spec, self.turns = sections.context, sections.spec, sections.turns
         self.sections, self.weights, self.tape = sections, weights, tape
         self.made, self.shared = Trace(), SharedOutputs()
-        self.uses: Counter[int] = Counter()
+        self.uses: defaultdict[int, int] = defaultdict(int)
 
     def check(self, layer: HostLayer) -> None:
         """Refuse a call that would not see what user code has done."""
