@@ -26,7 +26,6 @@ from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
 from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
-from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.layer_attributes import LayerWrites
 from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.process_state import changes
@@ -45,6 +44,7 @@ from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, P
 from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
@@ -100,10 +100,6 @@ class CallInputs:
     edges: list[InputEdge]
     saved: Sequence[HostTensor] = ()
     mutated: Sequence[int] = ()
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return self.arguments.tensors
 
 
 @dataclass(slots=True, eq=False)
@@ -295,11 +291,13 @@ class Executor:
             buffers.write_back(before, learning, call.microbatch)
             call.buffers = before
         originals: dict[int, Any] = dict(replica.sources)
-        originals.update(zip(map(id, aliases), call.inputs.tensors, strict=True))
+        originals.update(zip(map(id, aliases), call.inputs.arguments.tensors, strict=True))
         shared = sharing(found, aliases)
-        lent = set() if keep_graph else {address_of(tensor) for tensor, event in inputs if event is not None}
+        lent = worker.arena_addresses()
+        if not keep_graph:
+            lent.update([address_of(tensor) for tensor, event in inputs if event is not None])
         clones = self._part_from_lent(run, found, lent, originals)
-        call.inputs.mutated = tuple(position for position, _ in run.mutated)
+        call.inputs.mutated = [position for position, _ in run.mutated]
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
             call.gradients.edges, call.gradients.masters = call.inputs.edges, layer.masters
@@ -310,8 +308,10 @@ class Executor:
         worker.keep_until_computed(runner, tensors, run.differentiable)
         if call.place is not None:
             self._place_again(call, run, originals)
-        originals.update((known, originals.get(id(clone), clone)) for known, clone in clones.items())
-        originals.update((id(copy), original) for original, copy in run.copies)
+        for known, clone in clones.items():
+            originals[known] = originals.get(id(clone), clone)
+        for original, copy in run.copies:
+            originals[id(copy)] = original
         mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
         caller, sets = Substitution(originals), bool(run.written) or run.fills_attributes
         shared = [originals.get(id(t), t) for t in shared]
@@ -320,12 +320,10 @@ class Executor:
     def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
         """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
         worker = self.worker
-        events = [event for _, event in inputs if event is not None]
-        could = worker.wait_for_weights(slot, layer, events, runner)
-        tensors = self._arrived(inputs, runner)
+        could = worker.wait_for_weights(slot, layer, [event for _, event in inputs if event is not None], runner)
         if could is not None:
             slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
-        return tensors
+        return [tensor for tensor, _ in inputs]
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
         for _, event in inputs:
@@ -402,7 +400,7 @@ class Executor:
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
         filled = replica.attributes.changed_contents()
         built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
-        fills = bool(filled) or any(not isinstance(v, (Tensor, tuple)) for v in built.attributes.values())
+        fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
         run = _Ran(output, built.copies, writes.found(), mutated, fills)
         if run.written or output[1]:
             layer.observers.act()
@@ -453,7 +451,7 @@ class Executor:
                 runner.inside = None
             end = compute.record(timed=True)
         runner.scope.check()
-        where = EventSource(slot.index, slot.phase, call.index, layer.name)
+        where = slot.index, slot.phase, call.index, layer.name
         slot.spec.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
         return result
 
@@ -492,10 +490,13 @@ class Executor:
         clones = {
             id(t): t.clone()
             for t in found
-            if t.layout is torch.strided and id(t) not in originals and (self.worker.owns(t) or address_of(t) in lent)
+            if t.layout is torch.strided
+            and id(t) not in originals
+            and (address_of(t) in lent or isinstance(t, RoundedWeight))
         }
-        run.differentiable = [clones.get(id(t), t) for t in run.differentiable]
-        originals.update(clones)
+        if clones:
+            run.differentiable = [clones.get(id(t), t) for t in run.differentiable]
+            originals.update(clones)
         return clones
 
     def _place_again(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:

@@ -73,7 +73,7 @@ class LayerCalls:
             sections.enter(sections.number)
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
-        given = call.inputs.tensors
+        given = call.inputs.arguments.tensors
         sections.close()
         if turns.follows is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.follows, turns.next)
@@ -98,10 +98,9 @@ class LayerCalls:
     def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
         """Take a call's arguments apart, within user code."""
         context, spec, turns = self.context, self.spec, self.turns
-        contents, state = context.attributes.contents(layer), context.attributes.of(layer)
+        state, contents, attributes = context.attributes.of(layer)
         thread_state = context.thread_state()
         seed = (*spec.seed, spec.first + turns.microbatch, layer.index, use)
-        attributes = context.attributes.containers(layer)
         if state is not None and state.carried:
             attributes = {**state.carried, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
@@ -130,7 +129,7 @@ class LayerCalls:
 
     def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
         """Run a call in its turn [1]. Returns what user code gets."""
-        turns, given = self.turns, call.inputs.tensors
+        turns, given = self.turns, call.inputs.arguments.tensors
         activations, homes = turns.activations, list(map(turns.home_of, given))
         slot = turns.of(call, "forward")
         device, keeps = self.context.pool.workers[slot.worker].device, slot.phase == "fused"

@@ -116,8 +116,8 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     again = repeated(layer, made, sections.seed_of, draws=layer.index in context.randomness.draws)
     call = calls.capture(layer, args, kwargs, made[again].use)
     call.index = again + len(trace.calls if trace is not None else made)
-    call.place = functools.partial(_place, tape, call, made[again], call.inputs.tensors)
-    given = call.inputs.tensors
+    call.place = functools.partial(_place, tape, call, made[again], call.inputs.arguments.tensors)
+    given = call.inputs.arguments.tensors
     sections.close()
     outcome = calls.forward(call, taped=call.is_taped)
     layer.seen.sets_attributes |= outcome.sets_attributes

@@ -265,9 +265,7 @@ class Turns:
         else:
             memory = worker.spare if self.round else worker.planned
             worker.open(slot, memory, self.runner, None if call.layer.index in self.outside else self.slot)
-        return CallTurn(
-            executor, slot, FaultPlace(call.layer.title, phase, self.microbatch, slot, worker.device), memory
-        )
+        return CallTurn(executor, call, slot, phase, memory)
 
     def come_to(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
         """Leave the present slot and those in between, and wait for the turn of another one; see `take`."""
@@ -302,15 +300,16 @@ class CallTurn:
 
     Args:
         executor: the worker's.
-        slot: the slot of the call.
-        place: named in errors.
+        call, slot, phase: named in errors.
         memory: what the slot has memory of, if it is for this call alone, and closed behind it.
     """
 
-    __slots__ = ("_activated", "_executor", "_memory", "_place", "_slot")
+    __slots__ = ("_activated", "_call", "_executor", "_memory", "_phase", "_slot")
 
-    def __init__(self, executor: Executor, slot: Slot, place: FaultPlace, memory: SlotMemory | None) -> None:
-        self._executor, self._slot, self._place, self._memory = executor, slot, place, memory
+    def __init__(
+        self, executor: Executor, call: LayerCall, slot: Slot, phase: str, memory: SlotMemory | None
+    ) -> None:  # fmt: skip
+        self._executor, self._call, self._slot, self._phase, self._memory = executor, call, slot, phase, memory
         self._activated = executor.device.activate()
 
     def __enter__(self) -> Executor:
@@ -320,7 +319,8 @@ class CallTurn:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             if error is not None and not isinstance(error, Cancelled):
-                add_note(error, self._place)
+                call, device = self._call, self._executor.device
+                add_note(error, FaultPlace(call.layer.title, self._phase, call.microbatch, self._slot, device))
             self._activated.__exit__(kind, error, traceback)
         finally:
             if self._memory is not None:

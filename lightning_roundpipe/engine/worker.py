@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,11 @@ from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot, SlotTurns
 from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
-from lightning_roundpipe.memory.arenas import Arena, StageArena, address_of
+from lightning_roundpipe.memory.arenas import Arena, StageArena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.threads.task_thread import TaskThread
 
@@ -235,12 +234,9 @@ class Worker:
             replica.unbind()
         self._bound.clear()
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
-        if isinstance(tensor, RoundedWeight):
-            return True
-        found = address_of(tensor)
-        return found in (self.planned.arena.address, self.spare.arena.address, self.copies.address) and found != 0
+    def arena_addresses(self) -> set[int]:
+        """Return where arenas lie: a tensor there must be copied to outlive its slot."""
+        return {self.planned.arena.address, self.spare.arena.address, self.copies.address} - {0}
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -331,8 +327,8 @@ class Worker:
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.spec.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
-    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Iterable[Event], runner: Runner) -> Event | None:
-        """Have the compute stream wait for the upload of ``layer`` [2].
+    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Sequence[Event], runner: Runner) -> Event | None:
+        """Have the compute stream wait for the upload of ``layer`` and for ``inputs`` [2].
 
         Returns:
             Event in front of the wait, from which on the worker stands still; None if the weights and ``inputs`` are
@@ -345,6 +341,8 @@ class Worker:
         if not upload.enqueued.is_set:
             self._baton.wait(runner, upload.enqueued.then)
         self.follow(upload.end, runner)
+        for event in inputs:
+            self.follow(event, runner)
         return could
 
     def follow(self, event: Event, runner: Runner) -> None:
