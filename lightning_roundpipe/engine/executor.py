@@ -404,8 +404,10 @@ class Executor:
         run = _Ran(output, built.copies, writes.found(), mutated, fills)
         if run.written or output[1]:
             layer.observers.act()
-        if run.written or built.attributes:
+        if run.written:
             replica.attributes.drop_written()
+        elif built.attributes:
+            replica.attributes.release(built.attributes)
         seen = {*map(id, aliases), *map(id, replica.parameters)}
         seen.difference_update([id(t) for _, t in mutated])
         found = run.tensors

@@ -66,19 +66,25 @@ class LayerAttributes:
         known = self._contents.get(index)
         if index in self._stale or known is None or not known.is_current():
             self._stale.discard(index)
-            self._found[index] = layer.state.current()
-            places = [
-                (i, name)
-                for i, module in enumerate(modules)
-                for name, value in module.__dict__.items()
-                if type(value) in _CONTAINERS and name not in _MODULE
-            ]
-            plain = [(i, name) for i, name in places if is_plain(modules[i].__dict__[name])]
-            known = self._contents[index] = Contents(plain, [modules[i].__dict__[name] for i, name in plain])
-            self._containers[index] = [
-                (i, name) for i, name in places if (i, name) not in plain and _is_apart(modules[i].__dict__[name])
-            ]
+            before, now = self._found.get(index), layer.state.current()
+            if known is None or now is not before or not known.is_current(modules):
+                self._found[index] = now
+                known = self._contents[index] = self._look(index, modules)
         return self._found[index], known, {(i, name): modules[i].__dict__[name] for i, name in self._containers[index]}
+
+    def _look(self, index: int, modules: Sequence[nn.Module]) -> Contents:
+        """Find the containers that are attributes of a layer's modules; return what those of plain values hold."""
+        places = [
+            (i, name)
+            for i, module in enumerate(modules)
+            for name, value in module.__dict__.items()
+            if type(value) in _CONTAINERS and name not in _MODULE
+        ]
+        plain = {(i, name) for i, name in places if is_plain(modules[i].__dict__[name])}
+        self._containers[index] = [
+            (i, name) for i, name in places if (i, name) not in plain and _is_apart(modules[i].__dict__[name])
+        ]
+        return Contents([place for place in places if place in plain], modules)
 
 
 def _is_apart(value: Any) -> bool:

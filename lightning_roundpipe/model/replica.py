@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any, cast
 
@@ -251,6 +251,15 @@ class ReplicaAttributes:
         """Set attributes to containers that are this call's own; what the layer's code changes is found in them."""
         for (index, key), value in containers.items():
             self._modules[index].__dict__[key] = value if isinstance(value, Container) else self._localized(value)
+
+    def release(self, containers: Iterable[tuple[int, str]]) -> None:
+        """Let go of what `hold` has set in these places. The next call has containers of its own there."""
+        for index, key in containers:
+            state, base = self._modules[index].__dict__, self.base[index]
+            if key in base:
+                state[key] = base[key]
+            else:
+                del state[key]
 
     def drop_written(self) -> None:
         """Drop attributes that a call has set: the next call starts from the layer's own."""
