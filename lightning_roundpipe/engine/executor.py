@@ -114,13 +114,13 @@ class LayerCall:
         inputs: what it is made with.
         home: device that user code is on at the call.
         gradients: of the outputs.
-        kinds: shape and dtype of each of these outputs.
+        output_kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
         buffers: the layer's buffers in front of the forward.
         slot: the slot of its backward, if the plan has none.
         planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
-        place: gives user code the outputs of a repeated call; None for other calls.
+        reconnect: returns the outputs of a repeated call as user code gets them; None for other calls.
         carried: products of its forward.
     """
 
@@ -131,13 +131,13 @@ class LayerCall:
     inputs: CallInputs
     home: Device | None
     gradients: Gradients = field(init=False)
-    kinds: tuple[Kind, ...] = ()
+    output_kinds: tuple[Kind, ...] = ()
     graph: tuple[list[Tensor], Gradients] | None = None
     buffers: dict[int, BufferValue] | None = None
     slot: Slot | None = None
     planned: bool = False
     traced: TracedCall | None = None
-    place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
+    reconnect: Callable[[list[Tensor], Device], list[Tensor]] | None = None
     carried: Carried = NOTHING_CARRIED
 
     @property
@@ -301,13 +301,13 @@ class Executor:
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
             call.gradients.edges, call.gradients.masters = call.inputs.edges, layer.masters
-            call.kinds = _kinds(run.differentiable)
+            call.output_kinds = _kinds(run.differentiable)
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink
         worker.keep_until_computed(runner, tensors, run.differentiable)
-        if call.place is not None:
-            self._place_again(call, run, originals)
+        if call.reconnect is not None:
+            self._reconnect(call, run, originals)
         for known, clone in clones.items():
             originals[known] = originals.get(id(clone), clone)
         for original, copy in run.copies:
@@ -501,13 +501,13 @@ class Executor:
             originals.update(clones)
         return clones
 
-    def _place_again(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:
+    def _reconnect(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:
         """Let user code have the outputs of a repeated call where it has had them."""
-        assert call.place is not None
+        assert call.reconnect is not None
         found = list(run.differentiable)
         collect([run.output, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)
         seen = [originals.get(id(t), t) for t in found]
-        originals.update(zip(map(id, found), call.place(seen, self.device), strict=True))
+        originals.update(zip(map(id, found), call.reconnect(seen, self.device), strict=True))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -604,9 +604,9 @@ class Executor:
 
     @staticmethod
     def _check(call: LayerCall, outputs: Sequence[Tensor]) -> None:
-        if (kinds := _kinds(outputs)) != call.kinds:
+        if (kinds := _kinds(outputs)) != call.output_kinds:
             raise RoundPipeError(
-                f"layer {call.layer.name!r} returned {_named(call.kinds)} with gradients, and "
+                f"layer {call.layer.name!r} returned {_named(call.output_kinds)} with gradients, and "
                 f"{_named(kinds)} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
             )

@@ -80,7 +80,7 @@ class LayerCalls:
         sections.begun.set()
         outcome = self.forward(call, taped=traced.taped)
         assert turns.device is not None
-        traced.taped, traced.worker = bool(call.kinds), turns.device.index
+        traced.taped, traced.worker = bool(call.output_kinds), turns.device.index
         self.made.calls.append(traced)
         layer.seen.sets_attributes |= outcome.sets_attributes
         if layer.buffers.mutable:
@@ -89,7 +89,7 @@ class LayerCalls:
             sections.memory.called(traced, given, outcome.result)
         sections.enter()
         result = self.deliver(call, outcome, given)
-        if call.kinds and call.environment.thread_state.grad:
+        if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
             turns.slots.give_up(call.slot)
@@ -134,7 +134,7 @@ class LayerCalls:
         slot = turns.of(call, "forward")
         device, keeps = self.context.pool.workers[slot.worker].device, slot.phase == "fused"
         coming = {i: activations.save(given[i], home) for i, home in enumerate(homes) if home is not device}
-        if taped and slot.position is None and turns.round and call.place is None:
+        if taped and slot.position is None and turns.round and call.reconnect is None:
             call.slot = turns.for_backward(call, slot.worker)
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
             worker, bring = executor.worker, activations.on
@@ -151,9 +151,9 @@ class LayerCalls:
             ]
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, turns.runner, keep_graph=keeps, carries=carries)
-            if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
+            if call.output_kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.inputs.saved = list(map(activations.save, given, homes))
-            if call.place is None:
+            if call.reconnect is None:
                 turns.device = device
         return outcome
 

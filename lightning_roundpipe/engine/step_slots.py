@@ -122,14 +122,14 @@ class StepSlots:
 
     def on_demand(self, phase: Phase, call: LayerCall, worker: int, sums: HostGradSums | None = None) -> Slot:
         """Return a slot for one call, which is not in turn."""
-        counts = self.trace is None and self._readiness is not None
+        numbered = self.trace is None and self._readiness is not None
         slot = Slot(
-            next(self._context.slots) if counts else -1, worker, phase, [call.index], [call.layer],
+            next(self._context.slots) if numbered else -1, worker, phase, [call.index], [call.layer],
             {} if sums is None else {call.index: sums}, [call.microbatch], self.spec,
         )  # fmt: skip
         self._follow(slot)
         self._expect([slot])
-        if counts:
+        if numbered:
             self.all.append(slot)
         return slot
 

@@ -128,12 +128,12 @@ class GradientSender(TaskThread):
     def _free_place(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
         try:
             if not slot.spec.scope.failed:
-                stream, place = self.device.gradients_down, slot.place
+                stream, place = self.device.gradients_down, slot.weights.place
                 stream.wait(end)  # what comes to the place next waits for this stream alone
                 assert place is not None
                 for layer in pending:
-                    slot.uploads[layer].enqueued.wait(slot.spec.scope)
-                    stream.wait(slot.uploads[layer].end)
+                    slot.weights.uploads[layer].enqueued.wait(slot.spec.scope)
+                    stream.wait(slot.weights.uploads[layer].end)
                 with memory.uploads.lock:
                     if pending:  # only now: what is uploaded to the place has found all that were there before it
                         place.weights.last_use = stream.record()
@@ -220,7 +220,7 @@ class Worker:
                 known = self._replicas[layer.index] = Replica(
                     layer.module, self.device.torch_device, layer.state, weights.rounded, layer.seen.copies_wanted
                 )
-        segment = slot.uploads[layer.index].segment
+        segment = slot.weights.uploads[layer.index].segment
         assert segment is not None, "the slot is open"
         if self._bound.get(layer.index) is not segment:
             with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
@@ -248,7 +248,7 @@ class Worker:
     def _prepare_next(self) -> None:
         """Prepare the first slot, and the one behind it once the first one is open."""
         for slot in list(self.turns.slots)[:2]:
-            if slot.place is None and not self.planned.uploads.prepare(slot):
+            if slot.weights.place is None and not self.planned.uploads.prepare(slot):
                 return
             if not (slot.opened and self._prefetch):
                 return
@@ -275,8 +275,8 @@ class Worker:
             self._baton.wait(runner, memory.last.then)
         if present is not None and all(map(present.has, slot.layers)):
             self._share(slot, present, runner)
-        if slot.place is None:
-            weights = 0 if slot.shares else sum(layer.weights.nbytes for layer in slot.layers)
+        if slot.weights.place is None:
+            weights = 0 if slot.weights.shares else sum(layer.weights.nbytes for layer in slot.layers)
             needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
                 self._unbind()
@@ -285,7 +285,7 @@ class Worker:
             memory.uploads.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
-        if slot.unpacks_once and self.copies.buffer is not None:
+        if slot.weights.unpacks_once and self.copies.buffer is not None:
             left, sizes = self.copies.buffer.numel(), []
             for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
                 sizes.append(min(left, layer.seen.copies_nbytes))
@@ -295,11 +295,11 @@ class Worker:
 
     def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
         """Let a slot have the weights of the present one."""
-        slot.shares = True
+        slot.weights.shares = True
         for layer in slot.layers:
-            upload = present.uploads[layer.index]
+            upload = present.weights.uploads[layer.index]
             self._baton.wait(runner, upload.enqueued.then)
-            slot.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
+            slot.weights.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
             if slot.readiness is not None:
                 slot.readiness.uploading(layer.bucket, upload.end)
 
@@ -307,11 +307,11 @@ class Worker:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
         if not sums:
             return
-        assert slot.place is not None
+        assert slot.weights.place is not None
         sizes, arena = [host.layout.nbytes for host in sums.values()], memory.arena
         with memory.uploads.lock:
-            region = arena.add_gradients(slot.place, sizes)
-            before = arena.before(region.start, region.end, slot.place) or []
+            region = arena.add_gradients(slot.weights.place, sizes)
+            before = arena.before(region.start, region.end, slot.weights.place) or []
             segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
         slot.gradients.free = list(events)
         stream = self.device.weights_up
@@ -335,7 +335,7 @@ class Worker:
             there.
         """
         self.device.drop_finished()
-        upload = slot.uploads[layer.index]
+        upload = slot.weights.uploads[layer.index]
         there = upload.enqueued.is_set and upload.end.done() and all(event.done() for event in inputs)
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
@@ -384,16 +384,16 @@ class Worker:
         """Free a slot's place behind what uses it [4]."""
         memory = memory or self.planned
         compute = self.device.compute
-        if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
+        if (place := slot.weights.place) is None:  # all its microbatches have left it out, and it was not prepared
             self.sender.skip(slot)
             return self._prepare_next()
-        pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].enqueued.is_set]
+        pending = [layer.index for layer in slot.layers if not slot.weights.uploads[layer.index].enqueued.is_set]
         for layer in slot.layers:
             if layer.index not in pending:
-                compute.wait(slot.uploads[layer.index].end)
+                compute.wait(slot.weights.uploads[layer.index].end)
         self._wait_for_gradients(slot)  # a slot may close without a backward
         self.sender.send(slot, list(slot.gradients.on_worker))
-        if slot.unpacks_once and self.copies.buffer is not None:
+        if slot.weights.unpacks_once and self.copies.buffer is not None:
             for layer in slot.layers:
                 self.replica(slot, layer).copies.open(None)
             compute.poison(self.copies.buffer)
