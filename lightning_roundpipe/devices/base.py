@@ -17,14 +17,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.abort import AbortSwitch
 
-_NOTHING = nullcontext()
+
+class _Nothing:
+    __enter__ = __exit__ = staticmethod("".format)
+
+
+NOTHING = cast(AbstractContextManager[None], _Nothing())
+"""A context that does nothing, in C: a call enters ten, and `contextlib.nullcontext` runs two Python functions each."""
 POISON = 0xFF
 """The byte that overwrites freed buffers. Two or four of them are a NaN in bf16, fp16 and fp32."""
 
@@ -110,7 +117,7 @@ class Stream(ABC):
 
     def running(self) -> AbstractContextManager[None]:
         """Run the calling thread's torch operations on this stream. Emulated devices run them at once."""
-        return _NOTHING
+        return NOTHING
 
     def synchronize(self) -> None:
         """Block until all work enqueued so far is done."""
@@ -310,7 +317,7 @@ class Device(ABC):
         Raises (inside):
             DeviceOutOfMemory: it does not fit.
         """
-        return _NOTHING
+        return NOTHING
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -368,7 +375,7 @@ class Device(ABC):
 
     def process_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings. The main thread enters it."""
-        return _NOTHING
+        return NOTHING
 
     def follow_caller(self) -> None:
         """Let ``compute`` wait for what the calling thread has enqueued on a stream of its own.
@@ -380,11 +387,11 @@ class Device(ABC):
 
     def step_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings during a step."""
-        return _NOTHING
+        return NOTHING
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
         """Return the context of the settings of a thread that computes on the host beside devices of this kind."""
-        return _NOTHING
+        return NOTHING
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:

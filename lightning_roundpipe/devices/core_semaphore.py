@@ -42,7 +42,7 @@ def semaphore(permits: int) -> Semaphore:
 
 
 class HeldCore:
-    """A context in which the calling thread holds one of ``permits`` and is recorded as its holder."""
+    """The context in which a thread holds one of ``permits`` and is recorded as its holder. Threads share it."""
 
     __slots__ = ("_permits",)
 

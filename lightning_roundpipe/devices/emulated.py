@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
-from lightning_roundpipe.devices.base import POISON, Device, Stream, TrackedTensors
+from lightning_roundpipe.devices.base import NOTHING, POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_link import Delays, Link
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
@@ -27,7 +27,6 @@ from lightning_roundpipe.heap import share_heap
 
 ALIGNMENT = 256
 """Bytes. The least alignment of a GPU's allocator, which vectorised kernels rely on."""
-_NOTHING = nullcontext()
 
 
 class EmulatedDevice(Device):
@@ -45,7 +44,7 @@ class EmulatedDevice(Device):
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
         self._saved_for_backward = saved_for_backward(self._ledger, self._arenas)
-        self._core_semaphore = core_semaphore.semaphore(core_semaphore.concurrent_devices())
+        self._core = core_semaphore.HeldCore(core_semaphore.semaphore(core_semaphore.concurrent_devices()))
         self._thread_delays = self._delays("threads")
         rate = None if bandwidth is None else float(bandwidth)
         up, down = (Link(rate, emulation.latency, self._switch) for _ in range(2))
@@ -113,6 +112,9 @@ class EmulatedDevice(Device):
                 if storage._cdata not in self._arenas:
                     self._ledger.track_until_freed(storage, purpose)
 
+    def drop_finished(self) -> None:
+        return  # streams keep what they copy only until they have copied it
+
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return self._saved_for_backward  # stateless, so calls may share it and nest
 
@@ -137,7 +139,7 @@ class EmulatedDevice(Device):
         if self._thread_delays is not None:
             self._switch.sleep(self._thread_delays.next())
         self._switch.check()
-        return core_semaphore.HeldCore(self._core_semaphore)
+        return self._core
 
     @contextmanager
     def process_settings(self) -> Iterator[None]:
@@ -147,7 +149,7 @@ class EmulatedDevice(Device):
     def activate(self) -> AbstractContextManager[None]:
         if self._thread_delays is not None:
             time.sleep(self._thread_delays.next())
-        return _NOTHING
+        return NOTHING
 
     # -- ending
 

@@ -35,6 +35,7 @@ class InlineStream(Stream):
     def __init__(self, name: str, switch: AbortSwitch, poisons: bool, delays: Delays | None) -> None:
         self.name = name
         self._switch, self._poisons, self._delays = switch, poisons, delays
+        self._reached = ThreadEvent(name, switch, timed=False, reached=0.0)
 
     def record(self, *, timed: bool = False) -> Event:
         # No delay where a call is timed: the thread holds a core permit there, and layers have their own delay.
@@ -42,7 +43,7 @@ class InlineStream(Stream):
             self._switch.sleep(self._delays.next())
         if self._switch.why is not None:
             self._switch.check()
-        return ThreadEvent(self.name, self._switch, timed, time.perf_counter())
+        return ThreadEvent(self.name, self._switch, True, time.perf_counter()) if timed else self._reached
 
     def wait(self, event: Event) -> None:
         assert type(event) is ThreadEvent

@@ -123,10 +123,8 @@ class Activations:
             return tensor
         if tensor.layout is not torch.strided:
             return _sparse_on_host(tensor, home)
-        with torch.no_grad(), torch.inference_mode(False):
-            host = home.host_like(tensor)
         made = made or home.compute.record()
-        return _downloaded(host, tensor, home, made, self._recorder, self._microbatch)
+        return _downloaded(home.host_like(tensor), tensor, home, made, self._recorder, self._microbatch)
 
     def move(self, tensor: Tensor, home: Device, to: Device) -> Arriving:
         """Enqueue a copy of ``tensor``, which nobody writes to, from ``home`` to another device, through the host."""
@@ -153,6 +151,8 @@ class Activations:
 
     def drop(self, device: Device | None, keep: Collection[HostTensor] = ()) -> None:
         """Drop what is on ``device``, after a call, except for what the next call needs, too."""
+        if not self._here:
+            return
         kept = set(map(id, keep))
         gone = [self._here.pop(key) for key in list(self._here) if key not in kept]
         for here in gone:
@@ -169,15 +169,15 @@ def download(tensor: Tensor, home: Device | None, recorder: Recorder, microbatch
             "on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the nested "
             "tensor and computes with it in RoundPipeStrategy(layers=[...]), so that it is one layer."
         )
-    with torch.no_grad(), torch.inference_mode(False):
-        if home is None:
+    if home is None:
+        with torch.inference_mode(False):
             return HostTensor(stage(tensor.detach(), staging), None)
-        if tensor.layout is not torch.strided:
-            return _sparse_on_host(tensor, home)
-        with home.compute.running():
-            host = home.host_like(tensor)
-            to, of = check_copy(host, tensor)
-            of = of.clone()
+    if tensor.layout is not torch.strided:
+        return _sparse_on_host(tensor, home)
+    with home.compute.running():
+        host = home.host_like(tensor)
+        to, of = check_copy(host, tensor)
+        of = of.clone()
     return _downloaded(to, of, home, home.compute.record(), recorder, microbatch, host)
 
 

@@ -129,8 +129,8 @@ class Arguments:
         if kind is Tensor or isinstance(value, Tensor):
             if (place := self._places.get(id(value))) is None:
                 place = self._places[id(value)] = _Place(len(self.tensors))
-                replaced = self._own is not None and isinstance(value, nn.Parameter)
-                self.tensors.append(self._own(value) if replaced and self._own is not None else value)
+                own = self._own if kind is not Tensor and isinstance(value, nn.Parameter) else None
+                self.tensors.append(own(value) if own is not None else value)
             return place
         if isinstance(value, tuple):
             return _Tuple(kind, [self._freeze(v) for v in value])

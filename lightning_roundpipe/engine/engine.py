@@ -47,7 +47,7 @@ from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.worker_place import WorkerPlace
 from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
-from lightning_roundpipe.user_code.interception import Inside, Interceptor, intercepted, without_caches
+from lightning_roundpipe.user_code.interception import Interceptor, intercepted, without_caches
 from lightning_roundpipe.user_code.module_state import SharedAttributes, observed_writes
 from lightning_roundpipe.user_code.thread_state import thread_locals_of
 
@@ -283,10 +283,11 @@ class Engine:
     def current_log(self) -> LogRecorder:
         """Return the recorder of the microbatch whose user code runs on this thread."""
         context = context_of_thread()
-        if isinstance(context, Inside):
+        if isinstance(context, Microbatch) and context.runner.inside is not None:
             raise RoundPipeError(
-                f"self.log was called in layer {context.name!r}, which runs once for each microbatch and again for its "
-                "backward. Let the layer return what is to be logged, and call self.log in training_step itself."
+                f"self.log was called in layer {context.runner.inside[0]!r}, which runs once for each microbatch and "
+                "again for its backward. Let the layer return what is to be logged, and call self.log in "
+                "training_step itself."
             )
         if not isinstance(context, Microbatch):
             raise RoundPipeError(

@@ -259,7 +259,7 @@ class Batch(CallingThread):
         self.sections.let_pass()
 
     def _wait_for(self, signal: Signal) -> None:
-        self.context.pool.baton.wait(self.turns.runner, signal.then)
+        self.context.pool.baton.wait(self.runner, signal.then)
 
     def _wait_for_before(self) -> None:
         if self._before is not None:
@@ -283,7 +283,7 @@ class Batch(CallingThread):
 
         A batch alone may, and all others of its kind then run alone, too.
         """
-        if self._flight.known is not None:
+        if self._flight.known is not None or self.runner.inside is not None:
             return False
         self.be_alone()
         return True

@@ -16,7 +16,10 @@ DOWNLOADS = ("download_activations", "download_gradients")
 
 
 class EventSource(NamedTuple):
-    """The slot, phase, call and layer that an event belongs to; -1 and empty where there is none."""
+    """The slot, phase, call and layer that an event belongs to; -1 and empty where there is none.
+
+    `Recorder.add` takes it as a plain tuple, which a call need not make an object of.
+    """
 
     slot: int = -1
     phase: str = ""
@@ -50,7 +53,7 @@ class Recorder:
         end: Event,
         microbatch: int = -1,
         nbytes: int = 0,
-        where: EventSource = NOWHERE,
+        where: tuple[int, str, int, str] = NOWHERE,
     ) -> None:
         self._items.append((kind, worker, start, end, microbatch, nbytes, *where))
 

@@ -21,12 +21,11 @@ from torch.nn.utils import parametrize
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.thread_owner import working
+from lightning_roundpipe.devices.base import NOTHING
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
 from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
-from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.layer_attributes import LayerWrites
 from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.process_state import changes
@@ -45,12 +44,12 @@ from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, P
 from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
-from lightning_roundpipe.user_code.interception import Inside
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 T = TypeVar("T")
@@ -59,9 +58,6 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 LONG_S = 3e-4
 """Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
 microseconds."""
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True, eq=False)
@@ -105,10 +101,6 @@ class CallInputs:
     saved: Sequence[HostTensor] = ()
     mutated: Sequence[int] = ()
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return self.arguments.tensors
-
 
 @dataclass(slots=True, eq=False)
 class LayerCall:
@@ -122,13 +114,13 @@ class LayerCall:
         inputs: what it is made with.
         home: device that user code is on at the call.
         gradients: of the outputs.
-        kinds: shape and dtype of each of these outputs.
+        output_kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
         buffers: the layer's buffers in front of the forward.
         slot: the slot of its backward, if the plan has none.
         planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
-        place: gives user code the outputs of a repeated call; None for other calls.
+        reconnect: returns the outputs of a repeated call as user code gets them; None for other calls.
         carried: products of its forward.
     """
 
@@ -139,13 +131,13 @@ class LayerCall:
     inputs: CallInputs
     home: Device | None
     gradients: Gradients = field(init=False)
-    kinds: tuple[Kind, ...] = ()
+    output_kinds: tuple[Kind, ...] = ()
     graph: tuple[list[Tensor], Gradients] | None = None
     buffers: dict[int, BufferValue] | None = None
     slot: Slot | None = None
     planned: bool = False
     traced: TracedCall | None = None
-    place: Callable[[list[Tensor], Device], list[Tensor]] | None = None
+    reconnect: Callable[[list[Tensor], Device], list[Tensor]] | None = None
     carried: Carried = NOTHING_CARRIED
 
     @property
@@ -258,8 +250,8 @@ class Executor:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside, *,
-        keep_graph: bool, carries: bool = False,
+        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, *, keep_graph: bool,
+        carries: bool = False,
     ) -> Outcome:  # fmt: skip
         """Run a call.
 
@@ -268,7 +260,6 @@ class Executor:
             slot: an open slot that has the layer's weights.
             inputs: its tensors on this worker.
             runner: the calling thread.
-            inside: the context of the layer's code.
             keep_graph: whether the graph is kept for the backward.
             carries: whether its products go to the host for the recomputation. Compiled code has none.
 
@@ -287,9 +278,7 @@ class Executor:
             gathering = None
             if carries and not self._compiler.compiled:
                 gathering = Gathering(self.device, draws=layer.index in self._randomness.draws)
-            run, aliases, sink = self._run(
-                call, slot, tensors, replica, runner, "forward", inside, gathering, grad=grad
-            )
+            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", gathering, grad=grad)
             found = run.tensors
             if gathering is not None and run.differentiable:
                 call.carried = gathering.send(slot.spec.recorder, call.microbatch)
@@ -301,25 +290,28 @@ class Executor:
             learning = self._randomness.learning or layer.seen.is_new_state(call.environment.state)
             buffers.write_back(before, learning, call.microbatch)
             call.buffers = before
-        originals: dict[int, Any] = dict(zip(map(id, aliases), call.inputs.tensors, strict=True))
-        originals |= {id(mine): theirs for mine, theirs in zip(replica.parameters, layer.masters, strict=True)}
-        originals |= {id(mine): theirs for mine, theirs in zip(replica.modules, replica.originals, strict=True)}
+        originals: dict[int, Any] = dict(replica.sources)
+        originals.update(zip(map(id, aliases), call.inputs.arguments.tensors, strict=True))
         shared = sharing(found, aliases)
-        lent = {address_of(tensor) for tensor, event in inputs if event is not None and not keep_graph}
+        lent = worker.arena_addresses()
+        if not keep_graph:
+            lent.update([address_of(tensor) for tensor, event in inputs if event is not None])
         clones = self._part_from_lent(run, found, lent, originals)
-        call.inputs.mutated = tuple(position for position, _ in run.mutated)
+        call.inputs.mutated = [position for position, _ in run.mutated]
         if run.differentiable:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
             call.gradients.edges, call.gradients.masters = call.inputs.edges, layer.masters
-            call.kinds = _kinds(run.differentiable)
+            call.output_kinds = _kinds(run.differentiable)
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink
         worker.keep_until_computed(runner, tensors, run.differentiable)
-        if call.place is not None:
-            self._place_again(call, run, originals)
-        originals.update((known, originals.get(id(clone), clone)) for known, clone in clones.items())
-        originals.update((id(copy), original) for original, copy in run.copies)
+        if call.reconnect is not None:
+            self._reconnect(call, run, originals)
+        for known, clone in clones.items():
+            originals[known] = originals.get(id(clone), clone)
+        for original, copy in run.copies:
+            originals[id(copy)] = original
         mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
         caller, sets = Substitution(originals), bool(run.written) or run.fills_attributes
         shared = [originals.get(id(t), t) for t in shared]
@@ -328,12 +320,10 @@ class Executor:
     def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
         """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
         worker = self.worker
-        events = [event for _, event in inputs if event is not None]
-        could = worker.wait_for_weights(slot, layer, events, runner)
-        tensors = self._arrived(inputs, runner)
+        could = worker.wait_for_weights(slot, layer, [event for _, event in inputs if event is not None], runner)
         if could is not None:
             slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
-        return tensors
+        return [tensor for tensor, _ in inputs]
 
     def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
         for _, event in inputs:
@@ -349,7 +339,7 @@ class Executor:
 
     def _run(
         self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, runner: Runner, kind: str,
-        inside: Inside, carrying: Gathering | Returning | None = None, *, grad: bool,
+        carrying: Gathering | Returning | None = None, *, grad: bool,
     ) -> tuple[_Ran, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
@@ -369,27 +359,31 @@ class Executor:
         writes = LayerWrites(replica)
         draws = self._randomness.begin(layer.index, device, around.seed)
         forward = self._compiler.of(layer, replica)
-        saved = device.saved_for_backward() if grad else _NOTHING
-        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else _NOTHING
+        saved = device.saved_for_backward() if grad else NOTHING
+        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else NOTHING
         borrowing, cache = self._borrowing(call, replica), parametrize._cache
         compiled = self._compiler.compiled  # such code contains its hooks
-        observed = _NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
+        observed = NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
         began = time.perf_counter()
-        watched = _NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
-        carried: contextlib.AbstractContextManager[Any] = carrying or _NOTHING
+        watched = NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
+        carried: contextlib.AbstractContextManager[Any] = carrying or NOTHING
 
         def code() -> tuple[Any, dict[str, list[Any]]]:
-            with torch.set_grad_enabled(grad), saved, unmoved, writes, watched, borrowing, observed, carried:
+            with saved, unmoved, writes, watched, borrowing, observed, carried:
                 return collecting(forward, *built.args, **built.kwargs)
 
-        result, collected = self._compute(call, slot, kind, runner, inside, code, alone=draws)
+        result, collected = self._compute(call, slot, kind, runner, code, alone=draws)
+        torch._C._set_grad_enabled(grad)  # the layer may have left it otherwise
         output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
         if draws:
             self._randomness.end(layer.index)
-        written = {i for i, p in enumerate(replica.parameters) if p._version != own[i]}
+        now = [p._version for p in replica.parameters]
+        written = (
+            {i for i, (p, before) in enumerate(zip(now, own, strict=True)) if p != before} if now != own else set()
+        )
         if isinstance(borrowing, Borrowing):
             layer.seen.borrows = borrowing.found
             layer.seen.reads_data |= borrowing.reads_data
@@ -398,7 +392,7 @@ class Executor:
             _refuse_written(layer, replica, written)
         if replica.registrations.have_changed():
             _refuse_registered(layer, replica)
-        if grad and any(p.requires_grad and not t for p, t in zip(replica.parameters, around.trained, strict=True)):
+        if grad and replica.trains_more(around.trained):
             raise RoundPipeError(
                 f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
@@ -406,13 +400,16 @@ class Executor:
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
         filled = replica.attributes.changed_contents()
         built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
-        fills = bool(filled) or any(not isinstance(v, (Tensor, tuple)) for v in built.attributes.values())
+        fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
         run = _Ran(output, built.copies, writes.found(), mutated, fills)
         if run.written or output[1]:
             layer.observers.act()
-        if run.written or built.attributes:
+        if run.written:
             replica.attributes.drop_written()
-        seen = {*map(id, aliases), *map(id, replica.parameters)} - {id(t) for _, t in mutated}
+        elif built.attributes:
+            replica.attributes.release(built.attributes)
+        seen = {*map(id, aliases), *map(id, replica.parameters)}
+        seen.difference_update([id(t) for _, t in mutated])
         found = run.tensors
         for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):
             collect(value, seen, found)
@@ -431,14 +428,13 @@ class Executor:
         layer = call.layer
         seen = layer.seen
         if self._compiler.compiled or (seen.borrows == [] and not seen.reads_data):
-            return _NOTHING
+            return NOTHING
         lender, lent = call.environment.lender, seen.borrows or []
         return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
 
     def _compute(
-        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, inside: Inside, code: Callable[[], T], *,
-        alone: bool,
-    ) -> T:  # fmt: skip
+        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, code: Callable[[], T], *, alone: bool
+    ) -> T:
         """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it runs ``alone``.
 
         While torch compiles, it saves and restores generators that others draw from.
@@ -446,14 +442,18 @@ class Executor:
         layer, device, compute = call.layer, self.device, self.device.compute
         alone = alone or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
         gives_up = not alone and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
-        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or _NOTHING
-        with Computing(self._baton, runner) if gives_up else _NOTHING, device.acquire_core():
+        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or NOTHING
+        with Computing(self._baton, runner) if gives_up else NOTHING, device.acquire_core():
             start = compute.record(timed=True)
-            with name, working(inside), compute.running():
-                result = code()
+            runner.inside = layer.name, kind
+            try:
+                with name, compute.running():
+                    result = code()
+            finally:
+                runner.inside = None
             end = compute.record(timed=True)
         runner.scope.check()
-        where = EventSource(slot.index, slot.phase, call.index, layer.name)
+        where = slot.index, slot.phase, call.index, layer.name
         slot.spec.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
         return result
 
@@ -492,25 +492,28 @@ class Executor:
         clones = {
             id(t): t.clone()
             for t in found
-            if t.layout is torch.strided and id(t) not in originals and (self.worker.owns(t) or address_of(t) in lent)
+            if t.layout is torch.strided
+            and id(t) not in originals
+            and (address_of(t) in lent or isinstance(t, RoundedWeight))
         }
-        run.differentiable = [clones.get(id(t), t) for t in run.differentiable]
-        originals.update(clones)
+        if clones:
+            run.differentiable = [clones.get(id(t), t) for t in run.differentiable]
+            originals.update(clones)
         return clones
 
-    def _place_again(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:
+    def _reconnect(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:
         """Let user code have the outputs of a repeated call where it has had them."""
-        assert call.place is not None
+        assert call.reconnect is not None
         found = list(run.differentiable)
         collect([run.output, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)
         seen = [originals.get(id(t), t) for t in found]
-        originals.update(zip(map(id, found), call.place(seen, self.device), strict=True))
+        originals.update(zip(map(id, found), call.reconnect(seen, self.device), strict=True))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], gradients: Sequence[Sequence[Arriving]],
-        factor: float, runner: Runner, inside: Inside,
+        factor: float, runner: Runner,
     ) -> list[Tensor | None]:  # fmt: skip
         """Run a call's backward, after its recomputation unless its graph was kept.
 
@@ -521,17 +524,15 @@ class Executor:
             gradients: of each of its outputs, in parts.
             factor: by which gradients of parameters are multiplied before they are added to the sums.
             runner: the calling thread.
-            inside: the context of the layer's code.
 
         Returns:
             The gradient of each of the inputs that need one.
         """
         worker, layer, device = self.worker, call.layer, self.device
         replica, buffers = self._copy(slot, layer)
-        device.track_until_freed([part.tensor for parts in gradients for part in parts], GRADIENTS)
         meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
         if call.graph is None:
-            self.recompute(call, slot, inputs, runner, inside)
+            self.recompute(call, slot, inputs, runner)
         assert call.graph is not None
         (outputs, sink), call.graph = call.graph, None
         roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
@@ -545,19 +546,19 @@ class Executor:
         sink.closed = False
         held = buffers.written() if buffers else {}
         if roots:
-            watched = _NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
+            watched = NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
             alone = layer.index in self._randomness.draws
             # Other calls may reach the same stand-in's graph.
             code = functools.partial(run_backward, roots, values, retain_graph=bool(layer.seen.reaches_out))
             with watched:
-                self._compute(call, slot, "backward", runner, inside, code, alone=alone)
+                self._compute(call, slot, "backward", runner, code, alone=alone)
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
             sums.detach(replica.parameters, factor)
         sink.closed = True
-        parts = [part for of_output in gradients for part in of_output if part.event is not None]
-        lent = {address_of(a.tensor) for a in (*inputs, *parts)}  # memory that others get next
+        lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
+        lent.update([address_of(p.tensor) for parts in gradients for p in parts if p.event is not None])
         found = [parts[0].tensor if parts else None for parts in sink.parts]
         found = [g.clone() if g is not None and address_of(g) in lent else g for g in found]
         given = [g for g in found if g is not None]
@@ -568,24 +569,22 @@ class Executor:
         worker.keep_until_computed(runner, values, given)
         return found
 
-    def recompute(
-        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, inside: Inside
-    ) -> None:
+    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
         there, count = self._take(slot, call.layer, inputs, runner), len(call.inputs.saved)
         returning = None
         if call.carried.products:
             [block] = there[count:]
             returning = Returning(call.carried.products, block, self.device.generator)
-        outputs, sink = self._recompute(call, slot, there[:count], runner, inside, returning)
+        outputs, sink = self._recompute(call, slot, there[:count], runner, returning)
         if returning is not None and not returning.has_fitted():
-            outputs, sink = self._recompute(call, slot, there[:count], runner, inside)
+            outputs, sink = self._recompute(call, slot, there[:count], runner)
         self._check(call, outputs)
         self.device.track_until_freed(outputs, OUTPUTS)
         call.graph = outputs, sink
 
     def _recompute(
-        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], runner: Runner, inside: Inside,
+        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], runner: Runner,
         returning: Returning | None = None,
     ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
         layer, device = call.layer, self.device
@@ -596,7 +595,7 @@ class Executor:
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(given, INPUTS), call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
-                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute", inside,
+                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute",
                 returning,
             )  # fmt: skip
         if buffers:
@@ -605,9 +604,9 @@ class Executor:
 
     @staticmethod
     def _check(call: LayerCall, outputs: Sequence[Tensor]) -> None:
-        if (kinds := _kinds(outputs)) != call.kinds:
+        if (kinds := _kinds(outputs)) != call.output_kinds:
             raise RoundPipeError(
-                f"layer {call.layer.name!r} returned {_named(call.kinds)} with gradients, and "
+                f"layer {call.layer.name!r} returned {_named(call.output_kinds)} with gradients, and "
                 f"{_named(kinds)} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
             )

@@ -57,36 +57,34 @@ class LayerAttributes:
     def holder_of(self, tensor: Tensor) -> None:
         """Return None: one microbatch needs no view of buffers."""
 
-    def of(self, layer: HostLayer) -> StateDiff | None:
-        """Return the difference; the same object until something changes."""
-        if layer.index in self._stale:
-            self._stale.discard(layer.index)
-            self._found[layer.index] = layer.state.current()
-            modules = layer.state.modules
-            places = [
-                (i, name)
-                for i, module in enumerate(modules)
-                for name, value in module.__dict__.items()
-                if type(value) in _CONTAINERS and name not in _MODULE
-            ]
-            plain = [(i, name) for i, name in places if is_plain(modules[i].__dict__[name])]
-            self._contents[layer.index] = Contents(plain, [modules[i].__dict__[name] for i, name in plain])
-            self._containers[layer.index] = [
-                (i, name) for i, name in places if (i, name) not in plain and _is_apart(modules[i].__dict__[name])
-            ]
-        return self._found[layer.index]
+    def of(self, layer: HostLayer) -> tuple[StateDiff | None, Contents, dict[tuple[int, str], Any]]:
+        """Return the difference, what containers of plain values hold, and the other containers, by place.
 
-    def contents(self, layer: HostLayer) -> Contents:
-        """Return what containers of plain values hold; the same object until that changes. Call it before `of`."""
-        known = self._contents.get(layer.index)
-        if known is None or not known.is_current():
-            self._stale.add(layer.index)
-        self.of(layer)
-        return self._contents[layer.index]
+        The first two are the same objects until something changes.
+        """
+        index, modules = layer.index, layer.state.modules
+        known = self._contents.get(index)
+        if index in self._stale or known is None or not known.is_current():
+            self._stale.discard(index)
+            before, now = self._found.get(index), layer.state.current()
+            if known is None or now is not before or not known.is_current(modules):
+                self._found[index] = now
+                known = self._contents[index] = self._look(index, modules)
+        return self._found[index], known, {(i, name): modules[i].__dict__[name] for i, name in self._containers[index]}
 
-    def containers(self, layer: HostLayer) -> dict[tuple[int, str], Any]:
-        """Return the other containers that are attributes, by number of the module and name. Call `of` first."""
-        return {(i, name): layer.state.modules[i].__dict__[name] for i, name in self._containers[layer.index]}
+    def _look(self, index: int, modules: Sequence[nn.Module]) -> Contents:
+        """Find the containers that are attributes of a layer's modules; return what those of plain values hold."""
+        places = [
+            (i, name)
+            for i, module in enumerate(modules)
+            for name, value in module.__dict__.items()
+            if type(value) in _CONTAINERS and name not in _MODULE
+        ]
+        plain = {(i, name) for i, name in places if is_plain(modules[i].__dict__[name])}
+        self._containers[index] = [
+            (i, name) for i, name in places if (i, name) not in plain and _is_apart(modules[i].__dict__[name])
+        ]
+        return Contents([place for place in places if place in plain], modules)
 
 
 def _is_apart(value: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +35,6 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
-from lightning_roundpipe.user_code.interception import Inside
 
 
 class LayerCalls:
@@ -56,7 +55,7 @@ class LayerCalls:
         self.context, self.spec, self.turns = sections.context, sections.spec, sections.turns
         self.sections, self.weights, self.tape = sections, weights, tape
         self.made, self.shared = Trace(), SharedOutputs()
-        self.uses: Counter[int] = Counter()
+        self.uses: defaultdict[int, int] = defaultdict(int)
 
     def check(self, layer: HostLayer) -> None:
         """Refuse a call that would not see what user code has done."""
@@ -74,14 +73,14 @@ class LayerCalls:
             sections.enter(sections.number)
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
-        given = call.inputs.tensors
+        given = call.inputs.arguments.tensors
         sections.close()
         if turns.follows is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.follows, turns.next)
         sections.begun.set()
         outcome = self.forward(call, taped=traced.taped)
         assert turns.device is not None
-        traced.taped, traced.worker = bool(call.kinds), turns.device.index
+        traced.taped, traced.worker = bool(call.output_kinds), turns.device.index
         self.made.calls.append(traced)
         layer.seen.sets_attributes |= outcome.sets_attributes
         if layer.buffers.mutable:
@@ -90,7 +89,7 @@ class LayerCalls:
             sections.memory.called(traced, given, outcome.result)
         sections.enter()
         result = self.deliver(call, outcome, given)
-        if call.kinds and call.environment.thread_state.grad:
+        if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
             turns.slots.give_up(call.slot)
@@ -99,10 +98,9 @@ class LayerCalls:
     def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
         """Take a call's arguments apart, within user code."""
         context, spec, turns = self.context, self.spec, self.turns
-        contents, state = context.attributes.contents(layer), context.attributes.of(layer)
+        state, contents, attributes = context.attributes.of(layer)
         thread_state = context.thread_state()
         seed = (*spec.seed, spec.first + turns.microbatch, layer.index, use)
-        attributes = context.attributes.containers(layer)
         if state is not None and state.carried:
             attributes = {**state.carried, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
@@ -131,12 +129,12 @@ class LayerCalls:
 
     def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
         """Run a call in its turn [1]. Returns what user code gets."""
-        turns, given = self.turns, call.inputs.tensors
+        turns, given = self.turns, call.inputs.arguments.tensors
         activations, homes = turns.activations, list(map(turns.home_of, given))
         slot = turns.of(call, "forward")
         device, keeps = self.context.pool.workers[slot.worker].device, slot.phase == "fused"
         coming = {i: activations.save(given[i], home) for i, home in enumerate(homes) if home is not device}
-        if taped and slot.position is None and turns.round and call.place is None:
+        if taped and slot.position is None and turns.round and call.reconnect is None:
             call.slot = turns.for_backward(call, slot.worker)
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
             worker, bring = executor.worker, activations.on
@@ -151,12 +149,11 @@ class LayerCalls:
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
                 for i, tensor in enumerate(given)
             ]
-            inside = Inside(call.layer.name)
             with without_caller_modes():
-                outcome = executor.forward(call, slot, inputs, turns.runner, inside, keep_graph=keeps, carries=carries)
-            if call.kinds and not (taped or keeps):  # it computes with a parameter of another module
+                outcome = executor.forward(call, slot, inputs, turns.runner, keep_graph=keeps, carries=carries)
+            if call.output_kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.inputs.saved = list(map(activations.save, given, homes))
-            if call.place is None:
+            if call.reconnect is None:
                 turns.device = device
         return outcome
 
@@ -234,7 +231,7 @@ class Tape:
 
     def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:
         """Run a call's backward in its turn [3]. Returns the gradients of its inputs, and the device they are on."""
-        turns, layer, activations = self.turns, call.layer, self.turns.activations
+        turns, activations = self.turns, self.turns.activations
         slot = turns.of(call, "backward")
         planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
         self._refuse_unplaced(call, slot.sums.get(call.index))
@@ -255,10 +252,7 @@ class Tape:
                 self._recompute_ahead(call, executor, slot)
             following = self._following(slot)
             activations.bring_ahead(following, device, worker.room)
-            gradients = executor.backward(
-                call, slot, inputs, arriving, self.weights.mode.proxies.factor, turns.runner,
-                Inside(layer.name, functools.partial(self.weights.take_bypassed_grad, layer=layer.name)),
-            )  # fmt: skip
+            gradients = executor.backward(call, slot, inputs, arriving, self.weights.mode.proxies.factor, turns.runner)
             del inputs, arriving
             activations.drop(device, following)
             if planned and turns.microbatch == slot.microbatches[-1] and call.index in slot.gradients.on_worker:
@@ -303,7 +297,7 @@ class Tape:
                 return
             if other.graph is None:
                 inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
-                executor.recompute(other, slot, inputs, self.turns.runner, Inside(other.layer.name))
+                executor.recompute(other, slot, inputs, self.turns.runner)
 
     def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
         """Take the gradients of a call's outputs. Those that are not on ``device`` begin to go to the host."""

@@ -296,7 +296,7 @@ class ManualMicrobatch(Microbatch):
                 slots.append(call.slot)
                 call.slot = None
             if retain or not reached:
-                call.gradients.reopen(len(call.kinds))
+                call.gradients.reopen(len(call.output_kinds))
                 left.append(call)
             else:
                 call.gradients.close()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.outputs import detached, loss_of
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.context import Context
@@ -67,12 +68,14 @@ class CallingThread:
         after: reached when it may begin; None: at once.
 
     Attributes:
+        runner: takes part in the baton.
         ended: reached when nothing of it runs any more.
     """
 
     def __init__(self, calls: LayerCalls, after: Signal | None) -> None:
         self.calls, self.weights, self.sections, self.turns = calls, calls.weights, calls.sections, calls.turns
         self.context, self.spec, self.index = calls.context, calls.spec, calls.turns.microbatch
+        self.runner = calls.turns.runner
         self.ended = Signal()
         self._after = after
 
@@ -82,7 +85,7 @@ class CallingThread:
         Errors fail the step, which raises them in the main thread. The ``predecessors`` of a microbatch return their
         losses first, as Lightning comes to them before.
         """
-        baton, runner = self.context.pool.baton, self.turns.runner
+        baton, runner = self.context.pool.baton, self.runner
         baton.acquire(runner)
         try:
             self.spec.scope.check()
@@ -112,7 +115,13 @@ class CallingThread:
 
     def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Take a gradient that autograd is about to accumulate into ``master``; see `bypassed_gradients`."""
-        return self.weights.take_bypassed_grad(master, grad)
+        layer, kind = self.runner.inside or ("", "")
+        if layer and kind != "backward":
+            raise RoundPipeError(
+                f"layer {layer!r} runs a backward in its forward that reaches a parameter of shape "
+                f"{tuple(master.shape)} which is not its own. Pass the parameter to the layer, or detach it."
+            )
+        return self.weights.take_bypassed_grad(master, grad, layer)
 
 
 class Microbatch(CallingThread):
@@ -190,7 +199,7 @@ class Microbatch(CallingThread):
             self.sections.begun.set()
             self.turns.leave()
             for other in predecessors:
-                self.context.pool.baton.wait(self.turns.runner, other.ready.then)
+                self.context.pool.baton.wait(self.runner, other.ready.then)
         except BaseException:
             return  # another one has failed
         if all(other.result.error is None for other in predecessors):

@@ -52,7 +52,8 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
         if (context := context_of_thread()) is not None:
-            _alone.add(getattr(context, "name", USER_CODE))
+            inside = context.runner.inside
+            _alone.add(inside[0] if inside is not None else USER_CODE)
         return function(*args, **kwargs)
 
     return noting

@@ -116,8 +116,8 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     again = repeated(layer, made, sections.seed_of, draws=layer.index in context.randomness.draws)
     call = calls.capture(layer, args, kwargs, made[again].use)
     call.index = again + len(trace.calls if trace is not None else made)
-    call.place = functools.partial(_place, tape, call, made[again], call.inputs.tensors)
-    given = call.inputs.tensors
+    call.reconnect = functools.partial(_reconnect, tape, call, made[again], call.inputs.arguments.tensors)
+    given = call.inputs.arguments.tensors
     sections.close()
     outcome = calls.forward(call, taped=call.is_taped)
     layer.seen.sets_attributes |= outcome.sets_attributes
@@ -125,7 +125,7 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     return calls.deliver(call, outcome, given)
 
 
-def _place(
+def _reconnect(
     tape: Tape, call: LayerCall, made: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
 ) -> list[Tensor]:
     """Return the outputs of a repeated call on the device that the call of the forward left them on."""

@@ -43,6 +43,23 @@ class LayerUpload:
 
 
 @dataclass(slots=True, eq=False)
+class SlotWeights:
+    """The weights of a slot on its worker.
+
+    Attributes:
+        uploads: those of each layer, by the layer's number.
+        unpacks_once: whether packed weights are unpacked once for all its microbatches.
+        place: their part of an arena, and that of the gradients, once it is known.
+        shares: whether they are those of another slot.
+    """
+
+    uploads: dict[int, LayerUpload]
+    unpacks_once: bool
+    place: Place | None = None
+    shares: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class SlotGradients:
     """The sums of gradients of a slot on its worker, and their way to the host.
 
@@ -89,11 +106,8 @@ class Slot:
         spec: what is fixed for the step.
         round: number of its round.
         position: position among the slots of its round; None if it was made for one call, and is not in turn.
-        unpacks_once: whether packed weights are unpacked once for all its microbatches.
-        place: its part of an arena, once that is known.
-        uploads: the weights of each layer, by the layer's number.
-        shares: whether the weights are those of another slot.
-        gradients: its sums on the worker.
+        weights: its weights on the worker.
+        gradients: its sums there.
         readiness: is told of its uploads and gradients.
         opened: whether it has memory for its weights and gradients.
         first: the ticket of its first microbatch.
@@ -110,26 +124,24 @@ class Slot:
     round: int = 0
     position: int | None = None
     apart: InitVar[bool] = False
-    unpacks_once: bool = False
-    place: Place | None = None
-    uploads: dict[int, LayerUpload] = field(init=False)
-    shares: bool = False
+    unpacks_once: InitVar[bool] = False
+    weights: SlotWeights = field(init=False)
     gradients: SlotGradients = field(init=False)
     readiness: GradReadiness | None = None
     opened: bool = False
     first: int = 0
 
-    def __post_init__(self, apart: bool) -> None:
-        self.uploads = {layer.index: LayerUpload() for layer in self.layers}
+    def __post_init__(self, apart: bool, unpacks_once: bool) -> None:
+        self.weights = SlotWeights({layer.index: LayerUpload() for layer in self.layers}, unpacks_once)
         self.gradients = SlotGradients({call: Signal() for call in self.sums}, apart)
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""
-        return layer.index in self.uploads
+        return layer.index in self.weights.uploads
 
     def let_go(self) -> None:
         """Let go of the memory, when all gradients are on their way."""
-        for upload in self.uploads.values():
+        for upload in self.weights.uploads.values():
             upload.segment = None
         self.gradients.let_go()
 
@@ -155,7 +167,8 @@ class SlotTurns:
         self.slots: deque[Slot] = deque()
         """Those to come; the first one is served."""
         self._tickets = self._serving = 0
-        self._given_up: set[int] = set()
+        self._ended: set[int] = set()
+        """Tickets that have been used or given up, and not been served yet."""
         self._waiting: dict[int, Callable[[], None]] = {}
         self._coming: dict[int, Callable[[], None]] = {}
 
@@ -189,9 +202,9 @@ class SlotTurns:
 
     def leave(self, slot: Slot, microbatch: int) -> None:
         """End a turn, or give up one that has not come [2]."""
-        self._given_up.add(slot.ticket(microbatch))
-        while self._serving in self._given_up:
-            self._given_up.remove(self._serving)
+        self._ended.add(slot.ticket(microbatch))
+        while self._serving in self._ended:
+            self._ended.remove(self._serving)
             self._serving += 1
             if self._serving == self.slots[0].end:
                 self._close(self.slots.popleft())
@@ -204,7 +217,7 @@ class SlotTurns:
     def clear(self) -> None:
         """Forget all slots, after a failure."""
         self.slots.clear()
-        self._given_up.clear()
+        self._ended.clear()
         self._waiting.clear()
         self._coming.clear()
         self._serving = self._tickets

@@ -69,12 +69,15 @@ class Runner:
     Attributes:
         rank: of threads that can go on, the one with the lowest rank goes first.
         scope: whose failure ends the thread's waits.
+        inside: the layer whose code the thread runs, and which run it is ("forward", "recompute" or "backward"); None
+            in user code.
     """
 
-    __slots__ = ("_asleep", "rank", "scope")
+    __slots__ = ("_asleep", "inside", "rank", "scope")
 
     def __init__(self, scope: CancelScope, rank: int = 0) -> None:
         self.scope, self.rank = scope, rank
+        self.inside: tuple[str, str] | None = None
         self._asleep = threading.Lock()
         self._asleep.acquire()
 

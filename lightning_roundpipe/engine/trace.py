@@ -107,10 +107,10 @@ class Trace:
 
     def find(self, layer: HostLayer, start: int, *, taped: bool) -> int | None:
         """Return the position of the first such call at or behind ``start``; None if there is none."""
-        return next(
-            (i for i in range(start, len(self.calls)) if self.calls[i].layer is layer and self.calls[i].taped is taped),
-            None,
-        )
+        for position in range(start, len(self.calls)):
+            if self.calls[position].layer is layer and self.calls[position].taped is taped:
+                return position
+        return None
 
     @functools.cached_property
     def held(self) -> list[tuple[int, int]]:

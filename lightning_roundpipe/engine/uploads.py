@@ -39,14 +39,14 @@ class WeightUploads:
 
     def prepare(self, slot: Slot) -> bool:
         """Give a slot its place [1]. False if the arena is too small for it."""
-        layers = [] if slot.shares else slot.layers
+        layers = [] if slot.weights.shares else slot.layers
         sizes = [layer.weights.nbytes for layer in layers]
         with self.lock:
             if not self.arena.has(sum(sizes)):
                 return False
-            slot.place = self.arena.enter(sizes)
-            for layer, part in zip(layers, slot.place.weights.parts, strict=True):
-                slot.uploads[layer.index].segment = self.arena.bytes_of(*part)
+            slot.weights.place = self.arena.enter(sizes)
+            for layer, part in zip(layers, slot.weights.place.weights.parts, strict=True):
+                slot.weights.uploads[layer.index].segment = self.arena.bytes_of(*part)
                 self._queue.append((slot, layer, part))
             self.proceed()
         return True
@@ -59,8 +59,8 @@ class WeightUploads:
                 if slot.spec.scope.failed:
                     self._queue.popleft()
                     continue
-                assert slot.place is not None
-                if (before := self.arena.before(start, end, slot.place)) is None:
+                assert slot.weights.place is not None
+                if (before := self.arena.before(start, end, slot.weights.place)) is None:
                     return
                 wanted = layer.bucket.index, slot.spec.version
                 if not layer.bucket.has(slot.spec.version):
@@ -78,7 +78,7 @@ class WeightUploads:
             self.proceed()
 
     def _upload(self, slot: Slot, layer: HostLayer, before: list) -> None:  # type: ignore[type-arg]
-        upload = slot.uploads[layer.index]
+        upload = slot.weights.uploads[layer.index]
         try:
             assert upload.segment is not None
             stream = self._device.weights_up

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot, SlotTurns
 from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
-from lightning_roundpipe.memory.arenas import Arena, StageArena, address_of
+from lightning_roundpipe.memory.arenas import Arena, StageArena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
@@ -129,12 +129,12 @@ class GradientSender(TaskThread):
     def _free_place(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
         try:
             if not slot.spec.scope.failed:
-                stream, place = self.device.gradients_down, slot.place
+                stream, place = self.device.gradients_down, slot.weights.place
                 stream.wait(end)  # what comes to the place next waits for this stream alone
                 assert place is not None
                 for layer in pending:
-                    slot.uploads[layer].enqueued.wait(slot.spec.scope)
-                    stream.wait(slot.uploads[layer].end)
+                    slot.weights.uploads[layer].enqueued.wait(slot.spec.scope)
+                    stream.wait(slot.weights.uploads[layer].end)
                 with memory.uploads.lock:
                     if pending:  # only now: what is uploaded to the place has found all that were there before it
                         place.weights.last_use = stream.record()
@@ -221,7 +221,7 @@ class Worker:
                 known = self._replicas[layer.index] = Replica(
                     layer.module, self.device.torch_device, layer.state, weights.rounded, layer.seen.copies_wanted
                 )
-        segment = slot.uploads[layer.index].segment
+        segment = slot.weights.uploads[layer.index].segment
         assert segment is not None, "the slot is open"
         if self._bound.get(layer.index) is not segment:
             with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
@@ -235,12 +235,9 @@ class Worker:
             replica.unbind()
         self._bound.clear()
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
-        if isinstance(tensor, RoundedWeight):
-            return True
-        found = address_of(tensor)
-        return found in (self.planned.arena.address, self.spare.arena.address, self.copies.address) and found != 0
+    def arena_addresses(self) -> set[int]:
+        """Return where arenas lie: a tensor there must be copied to outlive its slot."""
+        return {self.planned.arena.address, self.spare.arena.address, self.copies.address} - {0}
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -252,7 +249,7 @@ class Worker:
     def _prepare_next(self) -> None:
         """Prepare the first slot, and the one behind it once the first one is open."""
         for slot in list(self.turns.slots)[:2]:
-            if slot.place is None and not self.planned.uploads.prepare(slot):
+            if slot.weights.place is None and not self.planned.uploads.prepare(slot):
                 return
             if not (slot.opened and self._prefetch):
                 return
@@ -279,8 +276,8 @@ class Worker:
             self._baton.wait(runner, memory.last.then)
         if present is not None and all(map(present.has, slot.layers)):
             self._share(slot, present, runner)
-        if slot.place is None:
-            weights = 0 if slot.shares else sum(layer.weights.nbytes for layer in slot.layers)
+        if slot.weights.place is None:
+            weights = 0 if slot.weights.shares else sum(layer.weights.nbytes for layer in slot.layers)
             needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
                 self._unbind()
@@ -289,7 +286,7 @@ class Worker:
             memory.uploads.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
-        if slot.unpacks_once and self.copies.buffer is not None:
+        if slot.weights.unpacks_once and self.copies.buffer is not None:
             left, sizes = self.copies.buffer.numel(), []
             for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
                 sizes.append(min(left, layer.seen.copies_nbytes))
@@ -299,11 +296,11 @@ class Worker:
 
     def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
         """Let a slot have the weights of the present one."""
-        slot.shares = True
+        slot.weights.shares = True
         for layer in slot.layers:
-            upload = present.uploads[layer.index]
+            upload = present.weights.uploads[layer.index]
             self._baton.wait(runner, upload.enqueued.then)
-            slot.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
+            slot.weights.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
             if slot.readiness is not None:
                 slot.readiness.uploading(layer.bucket, upload.end)
 
@@ -311,11 +308,11 @@ class Worker:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
         if not sums:
             return
-        assert slot.place is not None
+        assert slot.weights.place is not None
         sizes, arena = [host.layout.nbytes for host in sums.values()], memory.arena
         with memory.uploads.lock:
-            region = arena.add_gradients(slot.place, sizes)
-            before = arena.before(region.start, region.end, slot.place) or []
+            region = arena.add_gradients(slot.weights.place, sizes)
+            before = arena.before(region.start, region.end, slot.weights.place) or []
             segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
         slot.gradients.free = list(events)
         stream = self.device.weights_up
@@ -331,20 +328,22 @@ class Worker:
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.spec.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
-    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Iterable[Event], runner: Runner) -> Event | None:
-        """Have the compute stream wait for the upload of ``layer`` [2].
+    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Sequence[Event], runner: Runner) -> Event | None:
+        """Have the compute stream wait for the upload of ``layer`` and for ``inputs`` [2].
 
         Returns:
             Event in front of the wait, from which on the worker stands still; None if the weights and ``inputs`` are
             there.
         """
         self.device.drop_finished()
-        upload = slot.uploads[layer.index]
+        upload = slot.weights.uploads[layer.index]
         there = upload.enqueued.is_set and upload.end.done() and all(event.done() for event in inputs)
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
             self._baton.wait(runner, upload.enqueued.then)
         self.follow(upload.end, runner)
+        for event in inputs:
+            self.follow(event, runner)
         return could
 
     def follow(self, event: Event, runner: Runner) -> None:
@@ -386,16 +385,16 @@ class Worker:
         """Free a slot's place behind what uses it [4]."""
         memory = memory or self.planned
         compute = self.device.compute
-        if (place := slot.place) is None:  # all its microbatches have left it out, and it was not prepared
+        if (place := slot.weights.place) is None:  # all its microbatches have left it out, and it was not prepared
             self.sender.skip(slot)
             return self._prepare_next()
-        pending = [layer.index for layer in slot.layers if not slot.uploads[layer.index].enqueued.is_set]
+        pending = [layer.index for layer in slot.layers if not slot.weights.uploads[layer.index].enqueued.is_set]
         for layer in slot.layers:
             if layer.index not in pending:
-                compute.wait(slot.uploads[layer.index].end)
+                compute.wait(slot.weights.uploads[layer.index].end)
         self._wait_for_gradients(slot)  # a slot may close without a backward
         self.sender.send(slot, list(slot.gradients.on_worker))
-        if slot.unpacks_once and self.copies.buffer is not None:
+        if slot.weights.unpacks_once and self.copies.buffer is not None:
             for layer in slot.layers:
                 self.replica(slot, layer).copies.open(None)
             compute.poison(self.copies.buffer)

@@ -592,21 +592,24 @@ class DeviceGradSums:
     def attach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
         """Prepare ``.grad`` for a microbatch's backward, whose gradients will be multiplied by ``factor``."""
         for view, position, present in zip(self.views, self.host.layout.positions, self.present, strict=True):
-            if parameters[position].grad is not None:
+            parameter = parameters[position]
+            if parameter.grad is not None:
                 raise RoundPipeError(
                     f"a gradient entered layer {self.host.layer.name!r} past its outputs: a tensor computed inside was "
                     "kept by a hook, a list or an object that the strategy does not see. Return it from the layer."
                 )
-            direct = present and _adds_itself(parameters[position], view, factor)
-            parameters[position].grad = view if direct else None
+            if present and _adds_itself(parameter, view, factor):
+                parameter.grad = view
 
     def detach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
         """Add the microbatch's gradients times ``factor`` to the sum and clear ``.grad``, after its backward."""
         for index, position in enumerate(self.host.layout.positions):
             grad = parameters[position].grad
-            parameters[position].grad = None
             if grad is None:
                 continue
+            parameters[position].grad = None
+            if grad is self.views[index] and self.present[index]:
+                continue  # autograd has added to it
             if grad.is_sparse:  # of an embedding with sparse=True: the sum of microbatches is dense
                 grad = grad.to_dense()
             view = self.views[index]

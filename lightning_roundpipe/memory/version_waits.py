@@ -38,6 +38,8 @@ class Versioned:
         """Publish ``version`` and call what waits for it."""
         with self._lock:
             self.version = max(self.version, version)
+            if not self._waiting:
+                return
             due = [then for wanted, then in self._waiting if wanted <= version]
             self._waiting = [(wanted, then) for wanted, then in self._waiting if wanted > version]
         for then in due:

@@ -6,7 +6,6 @@ import operator
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import ModuleState
-from lightning_roundpipe.model.replica import parameter_places
 
 
 class WriteCheck:
@@ -24,7 +23,9 @@ class WriteCheck:
         """Save what is compared with. Call after all layers have reattached their masters."""
         self._own = [
             (inner._parameters, key, p, p._version, p.data_ptr())
-            for inner, key, p in parameter_places(self._state.modules[0])
+            for inner in self._state.modules
+            for key, p in inner._parameters.items()
+            if p is not None
         ]
         self._inner = [(m._modules, tuple(m._modules.values())) for m in self._state.modules if m._modules]
 

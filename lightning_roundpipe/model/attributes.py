@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -84,16 +84,16 @@ def same_objects(attributes: list[dict[str, Any]], values: list[Any]) -> bool:
     return all(map(operator.is_, chain.from_iterable(map(dict.values, attributes)), values))
 
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype})
 
 
 def holds_nothing(value: Any) -> bool:
-    """Return whether ``value`` is a plain number or text, or an empty dict as each module has for its hooks."""
+    """Return whether ``value`` is a plain value, or an empty dict as each module has for its hooks."""
     return type(value) in _PLAIN or (isinstance(value, dict) and not value)
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether ``value`` is a number or text, or a container or tuple of such values."""
+    """Return whether ``value`` is a number, text, device or dtype, or a container or tuple of such values."""
     if type(value) in _PLAIN:
         return True
     if isinstance(value, dict):
@@ -106,19 +106,21 @@ class Contents:
 
     Args:
         places: of each, number of the module and name.
-        live: the containers.
+        modules: the modules.
 
     Attributes:
         held: copies of them.
     """
 
-    def __init__(self, places: list[tuple[int, str]], live: list[Any]) -> None:
-        self.places, self._live = places, live
-        self.held = [frozen(container) for container in live]
+    def __init__(self, places: list[tuple[int, str]], modules: Sequence[nn.Module]) -> None:
+        self.places = places
+        self._live = [modules[i].__dict__[name] for i, name in places]
+        self.held = [frozen(container) for container in self._live]
 
-    def is_current(self) -> bool:
-        """Return whether the containers still hold the same."""
-        return equal(self._live, self.held)
+    def is_current(self, modules: Sequence[nn.Module] | None = None) -> bool:
+        """Return whether the containers still hold the same, and, if given, whether ``modules`` still have them."""
+        now = self._live if modules is None else [modules[i].__dict__.get(name) for i, name in self.places]
+        return all(map(operator.is_, now, self._live)) and equal(self._live, self.held)
 
 
 def equal(one: list[Any], other: list[Any]) -> bool:

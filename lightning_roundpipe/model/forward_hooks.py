@@ -12,12 +12,14 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks")
+_PRE, _FORWARD = map(itemgetter, _KINDS)
 
 
 class Observers:
@@ -32,7 +34,8 @@ class Observers:
 
     def watched(self, modules: Sequence[nn.Module], *, again: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of a replica's run. ``modules`` have the layer's hooks; ``again``: it is a repetition."""
-        if not any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+        held = [m.__dict__ for m in modules]
+        if not (any(map(_FORWARD, held)) or any(map(_PRE, held))):
             return contextlib.nullcontext()
         return self._watched(modules, again)
 

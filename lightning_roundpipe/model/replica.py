@@ -9,7 +9,8 @@ objects take effect at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any, cast
 
@@ -84,6 +85,9 @@ class Replica:
                 mine.__dict__.update({k: self._rebound(v) for k, v in parameter.__dict__.items()})
                 if (packing := mine.__dict__.get("quant_state")) is not None:
                     keep_copies(packing, self.copies, position)
+        self.sources: dict[int, Any] = {id(q): p for p, q in zip(parameters, self.parameters, strict=True)}
+        """The layer's parameters and modules, by ids of the copy's."""
+        self.sources |= {id(memo[id(m)]): m for m in self.originals}
         self.original = Rebinder({id(memo[id(m)]): m for m in self.originals})
         """Translates references to the copy's modules back to the layer's."""
         state = state or ModuleState(type(layer).__name__, layer)
@@ -117,7 +121,7 @@ class Replica:
         return frozen(value if holds_nothing(value) else self._rebound(value))
 
     def bind(
-        self, views: list[Tensor], requires_grad: Sequence[bool], whole: Callable[[int], Tensor] | None = None
+        self, views: list[Tensor], requires_grad: tuple[bool, ...], whole: Callable[[int], Tensor] | None = None
     ) -> None:
         """Point the copy's parameters at ``views``, in the order of the layer's unique parameters.
 
@@ -153,11 +157,16 @@ class Replica:
                 parameter.data = _nothing(parameter, self.device)
         follow(self._aliases)
 
-    def train(self, requires_grad: Sequence[bool]) -> None:
+    def train(self, requires_grad: tuple[bool, ...]) -> None:
         """Set which parameters the next call computes gradients for."""
-        for parameter, trainable in zip(self.parameters, requires_grad, strict=True):
-            if parameter.requires_grad != trainable:
+        if tuple([p.requires_grad for p in self.parameters]) != requires_grad:
+            for parameter, trainable in zip(self.parameters, requires_grad, strict=True):
                 parameter.requires_grad_(trainable)
+
+    def trains_more(self, requires_grad: tuple[bool, ...]) -> bool:
+        """Return whether code has switched gradients on since `train`."""
+        now = tuple([p.requires_grad for p in self.parameters])
+        return now != requires_grad and any(map(operator.gt, now, requires_grad))
 
 
 class Registrations:
@@ -242,6 +251,15 @@ class ReplicaAttributes:
         """Set attributes to containers that are this call's own; what the layer's code changes is found in them."""
         for (index, key), value in containers.items():
             self._modules[index].__dict__[key] = value if isinstance(value, Container) else self._localized(value)
+
+    def release(self, containers: Iterable[tuple[int, str]]) -> None:
+        """Let go of what `hold` has set in these places. The next call has containers of its own there."""
+        for index, key in containers:
+            state, base = self._modules[index].__dict__, self.base[index]
+            if key in base:
+                state[key] = base[key]
+            else:
+                del state[key]
 
     def drop_written(self) -> None:
         """Drop attributes that a call has set: the next call starts from the layer's own."""

@@ -62,9 +62,15 @@ class CancelScope:
         return self.progress + (self._before.progress if self._before is not None else 0)
 
     def fail(self, error: BaseException) -> None:
-        """Store the first error and wake all waiters, in this step and the one after. Later errors are ignored."""
+        """Store the first error and wake all waiters, in this step and the one after.
+
+        Later errors are ignored, but for an interrupt, whose effect the first one may be: compilers that layers wait
+        for get it, too.
+        """
         with self._lock:
             if self.failed:
+                if isinstance(self.error, Exception) and not isinstance(error, (Exception, Cancelled)):
+                    self.error = error
                 return
             self.error = error
             self.failed = True

@@ -114,7 +114,7 @@ class Boundary(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, gradients: Gradients, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        return tuple(o.detach() for o in outputs)
+        return tuple([o.detach() for o in outputs])
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[None, None, None]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.thread_owner import context_of_thread
@@ -23,7 +23,7 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 
 
 class Interceptor:
-    """Stands in for one layer's ``forward``. It asks the thread's context, a microbatch or `Inside`, to `call`.
+    """Stands in for one layer's ``forward``, which it asks the thread's context, a microbatch, to `call`.
 
     Attributes:
         own: the module's own instance attribute ``forward``, if it was patched; restored after the step.
@@ -48,6 +48,11 @@ class Interceptor:
     def _hand_over(self, *args: Any, **kwargs: Any) -> Any:
         context = context_of_thread()
         if context is not None:
+            if context.runner.inside is not None:
+                raise RoundPipeError(
+                    f"layer {self._layer.name!r} was called by code inside layer {context.runner.inside[0]!r}, which "
+                    "runs on another device. Make the module that calls both a layer: RoundPipeStrategy(layers=[...])."
+                )
             return context.call(self._layer, args, kwargs)
         if self._fail is not None:
             error = RoundPipeError(
@@ -78,34 +83,6 @@ class Interceptor:
             self._module.__dict__["forward"] = self.own  # in its place: attributes are compared in order
         else:
             self._module.__dict__.pop("forward", None)
-
-
-class Inside:
-    """The context of a thread that runs a layer on a worker; refuses calls of other layers from inside it.
-
-    Args:
-        name: name of the layer.
-        take_bypassed_grad: the microbatch's ``take_bypassed_grad``, in a backward.
-    """
-
-    def __init__(self, name: str, take_bypassed_grad: Callable[[nn.Parameter, Tensor], bool] | None = None) -> None:
-        self.name = name
-        self._take_bypassed_grad = take_bypassed_grad
-
-    def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor) -> bool:
-        """Take a gradient that autograd is about to accumulate into ``master``; see `bypassed_gradients`."""
-        if self._take_bypassed_grad is None:
-            raise RoundPipeError(
-                f"layer {self.name!r} runs a backward in its forward that reaches a parameter of shape "
-                f"{tuple(master.shape)} which is not its own. Pass the parameter to the layer, or detach it."
-            )
-        return self._take_bypassed_grad(master, grad)
-
-    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise RoundPipeError(
-            f"layer {layer.name!r} was called by code inside layer {self.name!r}, which runs on another device. Make "
-            "the module that calls both a layer: RoundPipeStrategy(layers=[...])."
-        )
 
 
 @contextlib.contextmanager

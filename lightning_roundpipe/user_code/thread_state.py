@@ -42,8 +42,8 @@ class TorchThreadState(NamedTuple):
             device_types: device types that compute (``cpu``, ``cuda``).
             thread_locals: see `thread_locals_of`.
         """
-        autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types)
-        local = tuple(_Local(value, dict(vars(value))) for value in thread_locals)
+        autocast = tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types])
+        local = tuple([_Local(value, dict(vars(value))) for value in thread_locals])
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, local)
 
     def entered(self) -> contextlib.AbstractContextManager[None]:

@@ -41,7 +41,7 @@ WAITS = [
     ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
     ("engine.worker:GradientSender._send", "stream.wait(end)"),
     ("engine.worker:Worker._wait_for_gradients", "self.device.compute.wait(event)"),
-    ("engine.worker:Worker.close_slot", "compute.wait(slot.uploads[layer.index].end)"),
+    ("engine.worker:Worker.close_slot", "compute.wait(slot.weights.uploads[layer.index].end)"),
     ("engine.worker:Worker.close_slot", "self._wait_for_gradients(slot)  # a slot may close without a backward"),
     ("engine.worker:Worker.follow", "self.device.compute.wait(event)"),
     ("engine.worker:Worker.gradients_of", "self._wait_for_gradients(slot)"),

@@ -105,3 +105,13 @@ def test_a_wait_whose_time_is_over_at_once_ends() -> None:
     late = Waiter()
     threading.Timer(0.01, late.wake).start()
     assert late.wait_for(60.0)
+
+
+def test_an_interrupt_takes_the_place_of_an_error_that_it_may_have_caused() -> None:
+    scope = CancelScope()
+    scope.fail(RuntimeError("the compiler was interrupted"))
+    scope.fail(Cancelled())
+    scope.fail(ValueError("a later error"))
+    scope.fail(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        scope.raise_error()
