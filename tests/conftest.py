@@ -153,6 +153,21 @@ def device() -> Iterator[Any]:
 
 
 @pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the strategy informs of."""
+    lines: list[str] = []
+    monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", lines.append)
+    return lines
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def plan_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs ``roundpipe-plan`` with its arguments in this process: exit code, standard output, standard error."""
     from lightning_roundpipe.commands import plan

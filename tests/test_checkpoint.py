@@ -115,14 +115,6 @@ def test_resume_continues_bit_for_bit(name: str, lora: bool, done: int, stalenes
     assert_continues(whole, resumed, done)
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the strategy says."""
-    lines: list[str] = []
-    monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", lines.append)
-    return lines
-
-
 def test_settings_that_a_checkpoint_replaces_are_said(tmp_path: Path, said: list[str]) -> None:
     """Another learning rate had no effect, without a word. What a schedule has changed is not another setting."""
     module, batches = fresh(), zoo.make_batches("llama", 1) * 5

@@ -56,10 +56,7 @@ NEEDED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def of_an_experiment(arguments: tuple[str, ...]) -> tuple[str, ...]:

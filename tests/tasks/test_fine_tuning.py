@@ -13,11 +13,7 @@ import pytest
 from lightning_roundpipe import train
 from lightning_roundpipe.tasks.demonstration import prose, train_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Any]:
