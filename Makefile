@@ -1,11 +1,8 @@
 # Needs python3 (3.11 or newer) and make; everything else is installed into .venv.
 #   make train ARGS="trainer.max_steps=4"     make test ARGS="-k transparency"     make test TEST_PROCESSES=8
-#   make test-slow TURN=1     make test-slow EVERY=1
 
 ARGS ?=
 TEST_PROCESSES ?= 3
-EVERY ?= 5
-TURN ?= 0
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
@@ -48,8 +45,8 @@ train: $(STAMP) ## the main job: LoRA on SmolLM2-135M on four emulated devices
 test: $(STAMP) ## every test that is not slow
 	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
 
-test-slow: $(STAMP) ## a fifth of the slow tests; the others with TURN=1 to TURN=4, all with EVERY=1
-	@$(BIN)/python -m pytest -m "slow and not gpu" --every $(EVERY) --turn $(TURN) -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
+test-slow: $(STAMP) ## the slow tests
+	@$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal --durations=25 $(ARGS)
 
 # Each line: torch's own kernels, those of oneDNN and MKL, the number of threads.
 define PROCESSORS

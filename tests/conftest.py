@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,7 +30,6 @@ settings.load_profile("unhurried")
 THREAD_GRACE_SECONDS = 60.0
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 """Ids of tests that are slow beside those with the mark; see ``--note-slow``."""
-GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
 def pytest_report_header() -> str:
@@ -44,10 +42,6 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", type=int, default=1, metavar="N", help="of the slow tests of a file, run one in N")
-    parser.addoption(
-        "--turn", type=int, default=0, metavar="K", help="with --every N: which ones, 0 to N-1; all turns are all tests"
-    )
     parser.addoption(
         "--note-slow", type=float, metavar="SECONDS", help=f"add tests that take as long to {SLOW_TESTS.name}"
     )
@@ -82,35 +76,12 @@ def _slow_tests() -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = set(_slow_tests())
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")
-    _leave_out(config, items)
     _skip_without_gpu(items)
-
-
-def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects all but a share of the slow tests of each file.
-
-    The multiples of the golden ratio spread evenly and meet no row of a grid more often than another. Each file begins
-    at a place of its own. The same ones are chosen in each process and each run.
-    """
-    every, turn = config.getoption("--every"), config.getoption("--turn")
-    files: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow"):
-            files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    left_out = {
-        item
-        for name, slow in files.items()
-        for number, item in enumerate(slow, start=crc32(name.encode()) % 100)
-        if int(number * GOLDEN_RATIO % 1 * every) != turn % every
-    }
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
@@ -179,6 +150,21 @@ def device() -> Iterator[Any]:
     [made] = make_devices("cpu", [torch.device("cpu")], Emulation())
     yield made
     made.close()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the strategy informs of."""
+    lines: list[str] = []
+    monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", lines.append)
+    return lines
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

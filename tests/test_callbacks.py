@@ -1,6 +1,6 @@
 """Lightning's callbacks, loggers and profilers do what they do in plain training: same values, same files, same stops.
 
-What a callback looks at is in `test_hook_audit.py`; that hooks come in order is in `test_training.py`.
+What a callback looks at is in `trainer/test_hook_audit.py`; that hooks come in order is in `test_training.py`.
 """
 
 from __future__ import annotations

@@ -303,8 +303,14 @@ class Float8(Module):
         float8.convert_to_float8_training(self.blocks, config=config)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [
+        ("aot_eager", "tensorwise"),
+        ("aot_eager", "rowwise"),
+        pytest.param("inductor", "rowwise", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_in_fp8(backend: str, recipe: str) -> None:
     """Code that rounds as the layers do gives their numbers, and torch's own compiler the same for any plan."""
     if backend == "inductor" and shutil.which("g++") is None:

@@ -56,10 +56,7 @@ NEEDED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def of_an_experiment(arguments: tuple[str, ...]) -> tuple[str, ...]:
@@ -305,28 +302,6 @@ def test_the_example_trains_as_plain_lightning_does(capsys: pytest.CaptureFixtur
     assert shorter != code
     exec(compile(shorter, EXAMPLE, "exec"), {"__name__": "__main__"})
     losses_agree(capsys.readouterr().out, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("experiment", ["smollm2_lora", "smollm2_qlora"])
-def test_the_pretrained_experiments_run(
-    experiment: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("gguf")
-    pytest.importorskip("bitsandbytes")
-    # Weights in four bits are unpacked for each microbatch, which takes long without a GPU.
-    less = ["step_samples=4", "prompt=null"]
-    few = less if experiment == "smollm2_qlora" else []
-    run(monkeypatch, f"experiment={experiment}", "trainer.max_steps=2", *few)
-    folder = Path(last_line(capfd.readouterr().out))
-    summary = json.loads((folder / "summary.json").read_text())
-    without_prompt = ["completion_before", "completion_after"] if few else []
-    assert sorted(key for key in SUMMARY if summary.get(key) is None) == sorted(without_prompt)
-    assert 2 < summary["val_loss_after"] < summary["val_loss_before"] < 3
-    assert (folder / "adapters").is_dir() == (experiment != "smollm2_full")
-    # It was cut; into how many stages depends on times that were measured while other things ran.
-    assert summary["forward_stages"] >= 1 and summary["backward_stages"] >= 1
 
 
 @pytest.mark.parametrize(

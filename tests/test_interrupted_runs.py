@@ -29,10 +29,7 @@ from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 QUICK = ["experiment=random_tokens", "prompt=null", "data.batch_size=2"]  # steps of two microbatches
 
 
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

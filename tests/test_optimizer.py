@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -245,18 +245,3 @@ def test_who_may_look_after_each_batch_is_waited_for(said: list[str]) -> None:
         seen.append(grads.seen)
     assert seen[0] == pytest.approx(seen[1], rel=1e-4)
     assert sum("callback Grads (on_train_batch_end) may read" in text for text in said) == 1
-
-
-# --------------------------------------------------------------------------------------------------------- what blocks
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    from lightning_roundpipe import strategy
-
-    messages: list[str] = []
-    monkeypatch.setattr(strategy, "rank_zero_info", messages.append)
-    yield messages
-
-
-# ----------------------------------------------------------------------------------------------------------- memory

@@ -11,7 +11,6 @@ import zoo
 from harness import assert_same, by_hand, ours, run
 from torch import Tensor, nn
 
-import lightning_roundpipe.strategy
 from lightning_roundpipe.engine import planner
 from lightning_roundpipe.planning.schedule import Plan
 
@@ -38,10 +37,8 @@ class SlowBlock(zoo.ResidualBlock):
         return super().forward(h)
 
 
-def test_statistics_of_a_layer_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_a_layer_that_is_used_twice(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls in different stages would come in another order: then there is no plan, or the plan given is refused."""
-    texts: list[str] = []
-    monkeypatch.setattr(lightning_roundpipe.strategy, "rank_zero_info", texts.append)
     monkeypatch.setattr(planner, "partition_within", lambda costs, *_, **__: Plan.per_call(len(costs.calls), 3))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -51,6 +48,6 @@ def test_statistics_of_a_layer_that_is_used_twice(monkeypatch: pytest.MonkeyPatc
     layers = ["Linear", "BatchNorm1d", "SlowBlock"]
     for plan in (None, harness.single(5)):
         assert_same(expected, run(ours(num_microbatches=3, layers=layers, plan=plan), module, batches, devices=2))
-    assert sum("microbatches run one after another" in text for text in texts) == 1
+    assert sum("microbatches run one after another" in text for text in said) == 1
     with pytest.raises(ValueError, match=r"buffer 'running_mean' of BatchNorm1d in layer 'model.norm' is changed by"):
         run(ours(num_microbatches=3, layers=layers, plan=harness.per_call(5, 3)), module, batches, devices=2)

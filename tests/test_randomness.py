@@ -67,17 +67,22 @@ def _wide(count: int) -> list[zoo.Batch]:
     return [{"x": torch.randn(8, 16, generator=generator) + 1} for _ in range(count)]
 
 
+def assert_linear(module: nn.Module, result: harness.Result) -> None:
+    """Forward and recomputation have dropped the same; see `Dropping`."""
+    weights = dict(module.named_parameters())
+    for loss, grads in zip(result.losses, result.grads, strict=True):
+        for name, weight in weights.items():
+            product = float((weight.detach() * grads[name]).sum())
+            assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
+
+
 @pytest.mark.parametrize(("devices", "cut"), [(4, True), (2, False)])
 def test_recomputation_drops_what_the_forward_dropped(devices: int, cut: bool) -> None:
     plan = harness.per_call(5) if cut else None
     strategy = ours(num_microbatches=4, layers=DROPPING_LAYERS, plan=plan)
     result = run(strategy, DROPPING, _wide(4), devices=devices)
-    weights = dict(DROPPING.named_parameters())
     assert len({round(float(loss), 6) for loss in result.losses}) == 4
-    for loss, grads in zip(result.losses, result.grads, strict=True):
-        for name, weight in weights.items():
-            product = float((weight.detach() * grads[name]).sum())
-            assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
+    assert_linear(DROPPING, result)
 
 
 class Checkpointed(nn.Sequential):
@@ -102,12 +107,7 @@ class CheckpointedModule(DroppingModule):
 def test_checkpoints_inside_layers_drop_what_they_dropped() -> None:
     strategy = ours(num_microbatches=4, layers=["Checkpointed"], plan=harness.per_call(5, 4))
     module = CheckpointedModule()
-    result = run(strategy, module, _wide(6), devices=4)
-    weights = dict(module.named_parameters())
-    for loss, grads in zip(result.losses, result.grads, strict=True):
-        for name, weight in weights.items():
-            product = float((weight.detach() * grads[name]).sum())
-            assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
+    assert_linear(module, run(strategy, module, _wide(6), devices=4))
 
 
 class Drawing(pl.Callback):

@@ -58,21 +58,6 @@ def copy_of_the_package(place: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_trainer_knows_the_name_without_an_import_of_ours(tmp_path: Path) -> None:
-    run(
-        """
-        from lightning import Trainer
-        import sys
-        assert "lightning_roundpipe.strategy" not in sys.modules, "the strategy is imported before it is asked for"
-        trainer = Trainer(strategy="roundpipe", accelerator="cpu", devices=2, logger=False)
-        from lightning_roundpipe import RoundPipeStrategy
-        assert type(trainer.strategy) is RoundPipeStrategy, trainer.strategy
-        """,
-        tmp_path,
-    )
-
-
-@pytest.mark.slow
 def test_name_resolves_lazily(tmp_path: Path) -> None:
     """A package that is broken breaks nothing but itself."""
     place = copy_of_the_package(tmp_path)

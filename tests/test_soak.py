@@ -17,7 +17,7 @@ import torch
 import zoo
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-STEPS = 300
+STEPS = 200
 EARLY = 10
 EVERY = 3
 """Steps between validations, and between checkpoints: by step 10 all that Lightning keeps of them is there."""

@@ -32,7 +32,6 @@ from lightning_roundpipe.memory.arenas import Arena, StageArena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
-from lightning_roundpipe.model.cast_weights import RoundedWeight
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.threads.task_thread import TaskThread

@@ -33,10 +33,10 @@ BEAT = 0.5
 """Seconds between two messages of a machine."""
 STALL = 15.0
 """Seconds after which machines that wait for different things are taken for stuck."""
-BOUNDED = ("the gradients of bucket", "the weights of bucket")
-"""How waits for one message of bounded size begin. If all machines are in them, nothing but the network is missing."""
+BUCKETS = ("the gradients of bucket", "the weights of bucket")
+"""How waits for buckets begin. Machines that are all in them wait for the network, whichever buckets these are."""
 PATIENCE = 10
-"""Timeouts that other operations may take, whose size is not known, while all machines wait for the same one."""
+"""Timeouts that a message of unbounded size may take, while all machines wait for the same one."""
 SILENCE = 8 * BEAT
 """Seconds without a message after which a machine whose connection broke is taken for dead."""
 LAST_WORDS = 10.0
@@ -97,7 +97,7 @@ class Liveness:
 
     def enter(self) -> None:
         """Write a beat of no run. All machines must have done so before the first `begin`."""
-        self._store.set(_beat(self._rank), json.dumps({"run": 0, "n": 0, "wait": None, "for": 0.0}))
+        self._store.set(_beat(self._rank), json.dumps({"run": 0, "n": 0, "wait": None, "for": 0.0, "bounded": False}))
         atexit.register(self._at_exit)
 
     def begin(self) -> None:
@@ -124,9 +124,14 @@ class Liveness:
         while self._threads:
             self._threads.pop().join(self._timeout / 2 if self.failure is None else 4 * BEAT)
 
-    def waiting(self, label: str) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the calling thread waits for the others, for what ``label`` says."""
-        return self._waits.waiting(label)
+    def waiting(self, label: str, *, bounded: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the calling thread waits for the others.
+
+        Args:
+            label: what it waits for.
+            bounded: whether that is one message of bounded size, which a network carries within the timeout.
+        """
+        return self._waits.waiting(label, bounded)
 
     def check(self) -> None:
         """Raise `MachineError` if another machine has failed."""
@@ -137,7 +142,7 @@ class Liveness:
 
     def says(self) -> str:
         """Return what this machine waits for from the others, as a sentence; empty if it does not."""
-        label, since = self._waits.oldest()
+        label, since, _ = self._waits.oldest()
         if label is None:
             return ""
         return f"For {time.monotonic() - since:.0f} seconds this machine has waited for {label} from other machines."
@@ -228,8 +233,9 @@ class Liveness:
         """Write this machine's beat and error, and read those of the others [1]."""
         if self._said is not None:
             self._store.set(self._key("error", self._rank), json.dumps(self._said[:2000]))
-        label, since = self._waits.oldest()
-        beat = {"run": self._run, "n": number, "wait": label, "for": time.monotonic() - since if label else 0.0}
+        label, since, bounded = self._waits.oldest()
+        waited = time.monotonic() - since if label else 0.0
+        beat = {"run": self._run, "n": number, "wait": label, "for": waited, "bounded": bounded}
         self._store.set(_beat(self._rank), json.dumps(beat))
         for other in self._others if self.failure is None else ():
             key = self._key("error", other)
@@ -243,15 +249,16 @@ class Liveness:
 
     def _look_for_stuck(self, beats: dict[int, dict[str, Any]]) -> None:
         """Find machines that wait for different things, or for a network that carries nothing [4]."""
-        label, since = self._waits.oldest()
+        label, since, bounded = self._waits.oldest()
         alone = not beats or any(beat["wait"] is None for beat in beats.values())
         if self.failure is not None or label is None or alone:
             return
         waits = {self._rank: label} | {other: beat["wait"] for other, beat in beats.items()}
         shortest = min(time.monotonic() - since, *(beat["for"] for beat in beats.values()))
         places, text = self._places(waits), ""
-        if all(wait.startswith(BOUNDED) for wait in waits.values()) or len(set(waits.values())) == 1:
-            if shortest > self._timeout * (1 if label.startswith(BOUNDED) else PATIENCE):
+        if all(wait.startswith(BUCKETS) for wait in waits.values()) or len(set(waits.values())) == 1:
+            bounded = bounded and all(beat["bounded"] for beat in beats.values())
+            if shortest > self._timeout * (1 if bounded else PATIENCE):
                 text = (
                     f"the network has stalled: all machines answer, and for {shortest:.0f} seconds {places}. Let the "
                     "network pass the connections of gloo, whose interface GLOO_SOCKET_IFNAME names; a network that "
@@ -285,8 +292,8 @@ class _Waits:
     """What the threads of this machine wait for from others: for us, or in a collective operation of user code."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[str, float]] = {}
-        """What a thread waits for, and since when, by the thread's id."""
+        self._of: dict[int, tuple[str, float, bool]] = {}
+        """What a thread waits for, since when, and whether that is bounded, by the thread's id."""
         self.forget()
 
     def forget(self) -> None:
@@ -294,16 +301,16 @@ class _Waits:
         self._sampled: tuple[object, float] = (None, 0.0)
 
     @contextlib.contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
+    def waiting(self, label: str, bounded: bool) -> Iterator[None]:
         me = threading.get_ident()
-        self._of[me] = label, time.monotonic()
+        self._of[me] = label, time.monotonic(), bounded
         try:
             yield
         finally:
             del self._of[me]
 
-    def oldest(self) -> tuple[str | None, float]:
-        """Return the wait that began first, and when; None if nothing waits."""
+    def oldest(self) -> tuple[str | None, float, bool]:
+        """Return the wait that began first, when, and whether it is bounded; None if nothing waits."""
         if waits := self._of.copy():
             return min(waits.values(), key=lambda wait: wait[1])
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -311,7 +318,9 @@ class _Waits:
             frame = frame.f_back
         if self._sampled[0] is not frame:  # kept, as Python makes another object of a call that nobody keeps
             self._sampled = frame, time.monotonic()
-        return (f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1]) if frame is not None else (None, 0.0)
+        if frame is None:
+            return None, 0.0, False
+        return f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1], False
 
 
 def _beat(rank: int) -> str:

@@ -105,13 +105,18 @@ class Peers:
             dist.all_to_all_single, received, group, input=sent, output_split_sizes=comes, input_split_sizes=goes
         )
 
-    def wait(self, work: Any, label: str) -> None:
-        """Wait for the end of ``work``. ``label`` says what for.
+    def wait(self, work: Any, label: str, *, bounded: bool = True) -> None:
+        """Wait for the end of ``work``.
+
+        Args:
+            work: what `start` or `deliver` returned.
+            label: what it brings.
+            bounded: whether it sends one message of bounded size: a bucket, a portion, or less.
 
         Raises:
             MachineError: another machine has failed.
         """
-        with self.liveness.waiting(label):
+        with self.liveness.waiting(label, bounded=bounded):
             while True:
                 try:
                     work.wait(timedelta(seconds=LOOK))
@@ -139,12 +144,12 @@ class Peers:
         """Sum ``tensor`` over the machines, in place, or combine it by another ``op``."""
         if group == MAIN:
             self.come_together(_exchange(label, tensor))
-        self.wait(self.start(dist.all_reduce, tensor, group, op=op), label)
+        self.wait(self.start(dist.all_reduce, tensor, group, op=op), label, bounded=tensor.numel() <= PORTION)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> Tensor:
         """Overwrite ``tensor`` by that of machine ``src``."""
-        self.wait(self.start(dist.broadcast, tensor, MAIN, src=src), label)
+        self.wait(self.start(dist.broadcast, tensor, MAIN, src=src), label, bounded=tensor.numel() <= PORTION)
         return tensor
 
     def gather(self, tensor: Tensor, label: str, group: str = MAIN) -> list[Tensor]:
@@ -153,7 +158,7 @@ class Peers:
             self.come_together(_exchange(label, tensor))
         found = tensor.new_zeros((self.size, *tensor.shape))
         found[self.rank] = tensor
-        self.wait(self.start(dist.all_reduce, found, group), label)
+        self.wait(self.start(dist.all_reduce, found, group), label, bounded=found.numel() <= PORTION)
         return list(found)
 
     # -- objects ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import fake_cuda
@@ -9,7 +10,7 @@ import harness
 import pytest
 import torch
 from harness import assert_identical, ours, run
-from test_randomness import DROPPING, DROPPING_LAYERS, LEARNING, CheckpointedModule, _wide
+from test_randomness import DROPPING, DROPPING_LAYERS, LEARNING, CheckpointedModule, _wide, assert_linear
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
@@ -21,15 +22,6 @@ PLAN = harness.per_call(5, 4)
 
 def strategy(layer: str = "Sequential", **options: Any) -> Any:
     return ours(num_microbatches=4, layers=[layer], plan=PLAN, **options)
-
-
-def assert_linear(module: torch.nn.Module, result: harness.Result) -> None:
-    """Forward and recomputation have dropped the same; see `test_randomness.Dropping`."""
-    weights = dict(module.named_parameters())
-    for loss, grads in zip(result.losses, result.grads, strict=True):
-        for name, weight in weights.items():
-            product = float((weight.detach() * grads[name]).sum())
-            assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
 
 
 def test_numbers_are_those_of_emulated_devices() -> None:
@@ -63,7 +55,6 @@ def test_autograds_threads_know_which_layer_they_run(gpus: list[CudaDevice], mon
     real = CheckpointedModule().model.layers[0].__class__._slowly
 
     def slowly(self: Any, x: Tensor) -> Tensor:
-        import threading
 
         seen.append((threading.current_thread().name, (context_of_thread().runner.inside or ("",))[0]))
         return real(self, x)

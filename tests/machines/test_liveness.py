@@ -205,18 +205,33 @@ def test_a_call_of_torch_distributed_is_a_wait(pair: Any) -> None:
     assert "torch.distributed.broadcast()" in str(first.failure)
 
 
-@pytest.mark.parametrize("theirs", ["the gradients of bucket 3", "the weights of bucket 1"])
-def test_machines_that_all_wait_for_messages_have_no_network(theirs: str, pair: Any) -> None:
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ("the gradients of bucket 3", "the gradients of bucket 3"),
+        ("the gradients of bucket 3", "the weights of bucket 1"),
+        ("a decision int64", "a decision int64"),
+    ],
+)
+def test_machines_that_all_wait_for_messages_have_no_network(mine: str, theirs: str, pair: Any) -> None:
     """They waited for a day. What one of them has sent may be in the memory of its kernel, so it is ahead."""
     both = pair(1.0)
     first, second = both.machines
-    with first.waiting("the gradients of bucket 3"), second.waiting(theirs):
+    with first.waiting(mine, bounded=True), second.waiting(theirs, bounded=True):
         both.advance(0.8)
         first.check()
-        assert (
-            first.says() == "For 1 seconds this machine has waited for the gradients of bucket 3 from other machines."
-        )
+        assert first.says() == f"For 1 seconds this machine has waited for {mine} from other machines."
         both.advance(0.4)
-    places = rf"machine 0 \(a\) waits for the gradients of bucket 3 and machine 1 \(b\) waits for {theirs}"
+    places = rf"machine 0 \(a\) waits for {mine} and machine 1 \(b\) waits for {theirs}"
     with pytest.raises(MachineError, match=f"the network has stalled: .* for 1 seconds {places}"):
         first.check()
+
+
+def test_a_message_of_any_size_takes_longer(pair: Any) -> None:
+    both = pair(0.5)
+    first, second = both.machines
+    with first.waiting("the mean of a value"), second.waiting("the mean of a value", bounded=True):
+        both.advance(4.5)
+        first.check()
+        both.advance(1.0)
+    assert "the network has stalled" in str(first.failure)

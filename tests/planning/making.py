@@ -1,10 +1,17 @@
-"""Small traces for the planning tests."""
+"""What the planning tests plan for: small traces, and the paper's models; and the scripts that write figures."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from lightning_roundpipe.commands.machines import read_machine
+from lightning_roundpipe.commands.plan_model import ModelShape
+from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import fits
@@ -45,3 +52,33 @@ def keeps(limits: Limits, plan: Plan, costs: Costs, workers: int) -> bool:
     most = limits.max_round or plan.round_microbatches
     is_cut_so = limits.min_round <= plan.round_microbatches <= most and len(plan.fused) <= limits.max_fused + 1
     return (is_beside or is_cut_so) and fits(plan, costs, workers, limits.memory)
+
+
+ROOT = Path(__file__).parents[2]
+MODELS = {  # the paper's, with adapters
+    "qwen3_1_7b": "none",
+    "llama3_1_8b": "none",
+    "gpt_oss_20b": "none",
+    "qwen3_32b": "none",
+    "qwen3_235b_a22b": "attention",
+}
+
+
+def script(path: str) -> Any:
+    """A script of the repository, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def shape(model: str) -> ModelShape:
+    return ModelShape(Wish(model, lora=MODELS[model], precision="16-mixed"), read_machine("rtx4090x8"))
+
+
+@cache
+def estimated_costs(model: str) -> Costs:
+    return shape(model).costs(4, 2048)

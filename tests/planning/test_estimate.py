@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planning.test_paper_throughput import estimated_costs, shape
+from planning.making import estimated_costs, shape
 from torch import nn
 
 from lightning_roundpipe.commands.machines import read_machine

@@ -1,59 +1,141 @@
-"""docs/long-sequences.md and docs/several-machines.md say what the planner says."""
+"""Pages say what the planner says: each table's script computes some of its rows again, and the rest has every row."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import pytest
-from planning.test_paper_throughput import script
+from planning.making import MODELS, ROOT, script, shape
+
+from lightning_roundpipe.commands.plan_model import look_at
 
 
-def several() -> Any:
-    """The script that writes the page's figures."""
-    return script("docs/make_several_machines_plans.py")
+def row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
 
 
-def long() -> Any:
-    return script("docs/make_long_sequences.py")
+def shown(pages: Any) -> str:
+    """What the script has written into its page."""
+    return pages.between(pages.PAGE.read_text())  # type: ignore[no-any-return]
+
+
+# -- README.md ---------------------------------------------------------------------------------------------------------
+
+
+def what_fits() -> tuple[Any, list[str]]:
+    made = script("docs/make_what_fits.py")
+    return made, [line for line in shown(made).splitlines() if re.match(r"\| [A-Z]", line)]
+
+
+def test_the_table_of_what_fits_has_every_row() -> None:
+    made, lines = what_fits()
+    heads = [made.line(row, [""]).split("|")[1:4] for row in made.ROWS]
+    assert [line.split("|")[1:4] for line in lines] == heads
+    cells = [line.strip("| ").split(" | ")[3:] for line in lines]
+    assert all(len(row) == len(made.KINDS) * len(made.GPUS) for row in cells)
+    assert all(re.fullmatch(r"[\d,]+|–", cell) for row in cells for cell in row)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_rows_of_several_machines_are_what_is_planned() -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("number", "kind", "gpus"), [(2, "rtx4090", 1), (5, "rtx3090", 2)])
+def test_what_fits(number: int, kind: str, gpus: int) -> None:
+    made, lines = what_fits()
+    one, cells = made.ROWS[number], lines[number].strip("| ").split(" | ")[3:]
+    at = list(made.KINDS).index(kind) * len(made.GPUS) + made.GPUS.index(gpus)
+    assert cells[at] == made.cell(made.best(one, kind, gpus, made.shape(one, kind)))
+
+
+def test_figures_in_the_text_are_those_of_their_pages() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("large-models", "estimates", "gpu")}
+    [(plan, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/large-models.*?library measured ([\d,]+)\.", text)
+    assert f"| {plan} | {measured} |" in docs["large-models"]
+    assert text.count(plan) == 2, "the comparison has the same figure"
+    [(middle, worst)] = re.findall(r"\[([\d.]+) %, its worst ([\d.]+) %\]", text)
+    assert f"median error {middle} %, worst {worst} %" in docs["estimates"]
+    [(plan, low, high)] = re.findall(r"planned ([\d,]+), and ([\d,]+) to ([\d,]+) were measured", text)
+    assert f"at {plan} tokens/s" in docs["gpu"] and f"({low} to {high} tokens/s" in docs["gpu"]
+
+
+# -- docs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_estimates() -> None:
+    """What is predicted beside what the paper measured."""
+    bench = script("benchmarks/bench_validation.py")
+    rows = [bench.predict(one) for one in bench.read_rows()]
+    page = (ROOT / "docs" / "estimates.md").read_text()
+    assert bench.markdown(rows) in page and f"{bench.summary(rows)}." in page
+    errors = [abs(one.error) for one in rows]
+    assert median(errors) <= 0.04 and max(errors) <= 0.20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_large_models() -> None:
+    """Every figure under the plans on the page, and the search finds plans that are hardly slower."""
+    pages = script("docs/make_large_models.py")
+    given = list(zip(pages.ROWS, pages.plans(), strict=True))
+    there = [look_at(shape(one.name), replace(one.wish, plan=text)) for one, text in given]
+    assert shown(pages) == pages.figures(there)
+    assert {one.name for one in pages.ROWS} == set(MODELS)
+    assert all(outlook.fits_device and outlook.fits_host for outlook in there)
+    for (one, _), known in zip(given, there, strict=True):
+        found = look_at(shape(one.name), replace(one.wish, plan=None))
+        assert found.tokens_per_s == pytest.approx(known.tokens_per_s, rel=0.06), one.name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_several_machines() -> None:
     """Of one model, one and four machines."""
-    pages = several()
-    row, page = pages.ROWS[0], pages.between(pages.PAGE.read_text())
+    pages = script("docs/make_several_machines_plans.py")
+    one, page = pages.ROWS[0], shown(pages)
     pages.MACHINES = (1, 4)
-    for machines, network, found in pages.outlooks(row, pages.shape_for(row, 1, 0)):
-        assert f"| {' | '.join(pages.cells(machines, network, found))} |\n" in page
+    for machines, network, found in pages.outlooks(one, pages.shape_for(one, 1, 0)):
+        assert row(pages.cells(machines, network, found)) in page
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_rows_of_long_sequences_are_what_is_planned() -> None:
-    pages = long()
-    page = pages.between(pages.PAGE.read_text())
-    for number, gpus in ((0, 1), (1, 8)):
-        row = pages.ROWS[number]
-        assert f"| {' | '.join(pages.cells(row, pages.find(row, gpus)))} |\n" in page
+@pytest.mark.timeout(900)
+def test_long_sequences() -> None:
+    pages = script("docs/make_long_sequences.py")
+    for one, gpus in ((pages.ROWS[0], 1), (pages.ROWS[1], 8)):
+        assert row(pages.cells(one, pages.find(one, gpus))) in shown(pages)
+    assert row(pages.setting(pages.ROWS[1], 2**17)) in pages.PAGE.read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_row_of_what_to_set_is_what_is_planned() -> None:
-    pages = long()
-    assert f"| {' | '.join(pages.setting(pages.ROWS[1], 2**17))} |\n" in pages.PAGE.read_text()
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [0, 1])
+def test_quantization(number: int) -> None:
+    """Of the dense models, all hosts of one GPU: what fits a smaller host is a plan of the larger ones."""
+    pages = script("docs/make_quantization_plans.py")
+    one = pages.ROWS[number]
+    pages.GPUS = (1,)
+    for gpus, host, found in pages.machines(one, pages.shapes(one)):
+        assert row(pages.cells(one, gpus, host, found)) in shown(pages)
 
 
 def test_the_pages_have_every_row() -> None:
-    pages = several()
-    page = pages.between(pages.PAGE.read_text())
-    for row in pages.ROWS:
-        assert f"### {row.title}\n" in page
-        assert row.command in page
+    pages = script("docs/make_several_machines_plans.py")
+    page = shown(pages)
+    assert all(f"### {one.title}\n" in page and one.command in page for one in pages.ROWS)
     assert page.count("Gbit/s") == len(pages.ROWS) * (len(pages.MACHINES) - 1) * len(pages.NETWORKS)
-    pages = long()
-    page = pages.between(pages.PAGE.read_text())
-    for row in pages.ROWS:
-        assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {row.title} |")] == ["1", "8"]
+    pages = script("docs/make_long_sequences.py")
+    page = shown(pages)
+    for one in pages.ROWS:
+        assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {one.title} |")] == ["1", "8"]
     assert pages.ROWS[1].command in page
+    pages = script("docs/make_quantization_plans.py")
+    page = shown(pages)
+    for one in pages.ROWS:
+        heads = re.findall(rf"^\| {one.title} \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
+        assert heads == [(str(gpus), str(host)) for gpus in pages.GPUS for host in pages.HOSTS]
+    assert pages.ROWS[0].command in page

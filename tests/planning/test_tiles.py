@@ -1,4 +1,4 @@
-"""The estimate of what tiles of tokens would change, against tiles that are really computed."""
+"""The memory and the time that the estimate counts for a call, whole and in tiles, against one that really runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from planning.test_call_memory import GPU, ROWS, WIDTH, Alive, Block
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_shape import ModelShape
@@ -19,7 +21,20 @@ from lightning_roundpipe.model.token_tiles import run_in_tiles, tile_shapes
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.tiles import tiled
 
-COUNT = 4
+GPU = read_machine("rtx4090x8")
+ROWS, WIDTH, INNER, COUNT = 64, 16, 48, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.gate = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 class Mixer(nn.Module):
@@ -43,24 +58,28 @@ class Model(nn.Module):
         return SimpleNamespace(loss=self.mixer(self.embed(input_ids)).square().mean())
 
 
-def test_of_language_models_it_is_mlps_norms_and_experts() -> None:
-    shape = ModelShape(Wish("tiny_gpt_oss_20b", precision="bf16-true"), read_machine("rtx4090x8"))
-    kinds = {type(module).__name__ for module, _ in shape.in_tiles()._tiled}
-    assert len(kinds) == 2 and all(kind.endswith(("MLP", "Experts", "Norm")) for kind in kinds)
-    with pytest.raises(ValueError, match="token_tiles="):
-        shape.in_tiles((("nothing", 8),))
+class Alive(TorchDispatchMode):
+    """Bytes of real storages, as an allocator counts them that is told of each operation's results."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self._known, self.peak = known, 0
+        self._refs: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._known:
+                storage = leaf.untyped_storage()
+                self._refs[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._refs = {key: pair for key, pair in self._refs.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._refs.values()))
+        return out
 
 
-def test_memory_is_that_of_tiles_which_are_computed() -> None:
-    with torch.device("meta"):
-        model = Model()
-    tokens = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
-    layers, batch = {"alone": model.mixer.alone}, {"input_ids": tokens}
-    (whole,) = estimate_costs(model, layers, batch, GPU)
-    with tiled([(model.mixer.alone, ROWS // COUNT)], tile_shapes):
-        (parts,) = estimate_costs(model, layers, batch, GPU)
-    block, x = Block(), torch.randn(1, ROWS, WIDTH, requires_grad=True)
-    run_in_tiles(nn.Sequential(block), {"0": ROWS // COUNT})
+def live_at_once(block: nn.Module) -> int:
+    """Bytes, of its input and of all that a call and its backward make."""
+    x = torch.randn(1, ROWS, WIDTH, requires_grad=True)
     alive = Alive({t.untyped_storage()._cdata for t in (*block.parameters(), x)})
     for weight in block.parameters():
         weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -69,10 +88,33 @@ def test_memory_is_that_of_tiles_which_are_computed() -> None:
         gradient, edge = torch.empty_like(out), get_gradient_edge(out)
         del out  # as the engine does
         torch.autograd.backward(edge, gradient)
-    measured = x.nbytes + alive.peak
+    return x.nbytes + alive.peak
+
+
+def test_of_language_models_it_is_mlps_norms_and_experts() -> None:
+    shape = ModelShape(Wish("tiny_gpt_oss_20b", precision="bf16-true"), read_machine("rtx4090x8"))
+    kinds = {type(module).__name__ for module, _ in shape.in_tiles()._tiled}
+    assert len(kinds) == 2 and all(kind.endswith(("MLP", "Experts", "Norm")) for kind in kinds)
+    with pytest.raises(ValueError, match="token_tiles="):
+        shape.in_tiles((("nothing", 8),))
+
+
+def test_memory_is_what_lives_at_once_where_a_call_really_runs() -> None:
+    """Backward frees what the forward has kept, node by node: a peak in the middle of it counts only what is left."""
+    with torch.device("meta"):
+        model = Model()
+    tokens = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
+    layers, batch = {"alone": model.mixer.alone}, {"input_ids": tokens}
+    (whole,) = estimate_costs(model, layers, batch, GPU)
+    assert whole.activation_bytes == live_at_once(Block())
+    with tiled([(model.mixer.alone, ROWS // COUNT)], tile_shapes):
+        (parts,) = estimate_costs(model, layers, batch, GPU)
+    block = Block()
+    run_in_tiles(nn.Sequential(block), {"0": ROWS // COUNT})
+    measured = live_at_once(block)
     assert measured <= parts.activation_bytes <= 1.06 * measured
     assert parts.activation_bytes < 0.6 * whole.activation_bytes
-    assert parts.graph_bytes == 2 * x.nbytes + 4  # its input, its output, and what stands for the weights
+    assert parts.graph_bytes == 2 * 4 * ROWS * WIDTH + 4  # its input, its output, and what stands for the weights
 
 
 def test_time_is_one_more_forward_of_what_runs_in_tiles() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_timeline import synthetic
+from reports.test_timeline import synthetic
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.planning.costs import CallCost, Costs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import loader, ours, quiet, trainer_of
-from test_monitor import Tokens, known, times
+from reports.test_monitor import Tokens, known, times
 
 from lightning_roundpipe import RoundPipeMonitor
 from lightning_roundpipe.messages import gib, seconds

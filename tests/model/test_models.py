@@ -116,11 +116,7 @@ def summary_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     return found
 
 
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
+pytestmark = pytest.mark.usefixtures("working_folder")
 ADAPTERS = [("llama3_1_8b", "attention"), ("qwen3_1_7b", "all_linear"), ("gpt_oss_20b", "moe_experts")]
 
 

@@ -23,7 +23,7 @@ from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.schedule import Plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = ["model=tiny_llama", "hardware=cpu", "sequence_length=64", "search_seconds=0.1"]
 TINY_4090 = ["model=tiny_llama", "hardware=rtx4090x8", "sequence_length=64", "search_seconds=0.1"]
 

@@ -7,7 +7,6 @@ import json
 import pickle
 import re
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,15 +23,6 @@ from lightning_roundpipe.reports.announcements import host_bytes
 MLP = zoo.make_module("mlp")
 BATCHES = zoo.make_batches("mlp", 4, samples=7)
 NUMBER = sum(p.numel() for p in MLP.parameters())
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    from lightning_roundpipe import strategy
-
-    lines: list[str] = []
-    monkeypatch.setattr(strategy, "rank_zero_info", lines.append)
-    yield lines
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 import torch
 from harness import MemoryLogger, loader, ours, quiet, trainer_of
 from patience import longer_each_try, until
-from test_planned import calls
-from test_planned import report as step_report
+from reports.test_planned import calls
+from reports.test_planned import report as step_report
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
