@@ -659,6 +659,11 @@ class HostGradSums:
                 own.copy_(view)
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether nothing is there but what has arrived first, as it has come."""
+        return self._block is None
+
+    @property
     def stays(self) -> bool:
         """Whether `take` gives the same again after `forget_taken`."""
         return not any(self.present) or (self._first is not None and not self.handed_out)

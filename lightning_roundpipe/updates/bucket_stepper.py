@@ -313,7 +313,8 @@ class BucketStepper:
 
         Returns:
             False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
-            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts.
+            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or
+            `show` may need gradients that are narrow.
         """
         batch, values, accumulated = step.batch, step.hyperparameters, self._gradients.accumulated[bucket]
         if (
@@ -321,6 +322,7 @@ class BucketStepper:
             or self._nbytes[bucket] < grad_buffers.STREAMED
             or (found := batch.sums_by_master(bucket)) is None
             or not step.outside.isdisjoint(found)
+            or (step.keeps and any(total.is_narrow for sums in found.values() for total in sums))
         ):
             return False
         keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
@@ -340,7 +342,8 @@ class BucketStepper:
                 step.partial_optimizer.step_part(values, key, gradient, start, end)
                 if not self._staleness:
                     bucket.refresh_part(master, start, end)
-        self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
+        if step.keeps:
+            self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
         self._finish(step, bucket)
         return True
 
