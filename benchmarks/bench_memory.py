@@ -1,8 +1,6 @@
 """Host memory of full fine-tuning at its peak, against what it should be.
 
-By design: a step's boundary tensors, and for each parameter 4 bytes of weight, in which its copy in bf16 lies, two
-moments of AdamW in the form of ``--optimizer_state``, and a gradient of 4 bytes while it is on its way; all gradients
-at once in the first window, which has no moments yet.
+By design it is what `roundpipe-plan` counts: `planning.memory.host_items`.
 
 On a machine without a GPU the process itself and the emulated devices come on top, and what a layer takes while it
 computes. What is measured beyond that sum is user code (the loss is computed there) and what the allocator keeps.
@@ -24,9 +22,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.config import OPTIMIZER_STATES
+from lightning_roundpipe.config import OPTIMIZER_STATES, REDUCE_DTYPES
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.devices.host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.planning.memory import Item, Parameters, host_items
 
 MIB = 2**20
 
@@ -50,7 +49,8 @@ class Growth(pl.Callback):
 
     def __init__(self) -> None:
         self.after: list[int] = []
-        self.at_rest = self.on_devices = self.in_flight = 0
+        self.at_rest = self.on_devices = 0
+        self.planned: list[Item] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.after.append(resident())
@@ -59,7 +59,11 @@ class Growth(pl.Callback):
         self.at_rest = trimmed()
         engine = trainer.strategy._engine
         self.on_devices = sum(device.resident_bytes() for device in engine.context.pool.devices)
-        self.in_flight = engine.context.gradients.pool.limit
+        options, learned = engine.context.options, engine.context.learned
+        trained = sum(p.numel() for p in trainer.lightning_module.parameters())
+        known = Parameters(trained, 0, 2, optimizer_state=options.optimizer_state, shares=True, by_layer=True)
+        window = trainer.accumulate_grad_batches
+        self.planned = host_items(learned.plan, learned.costs, known, len(engine.context.pool.workers), window)
 
 
 class Full(pl.LightningModule):
@@ -101,22 +105,14 @@ def full(options: argparse.Namespace) -> None:
     most = peak_bytes()
     report = strategy.report()
     trained = sum(p.numel() for p in module.parameters())
-    activations = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
-    moments = 2 * OPTIMIZER_STATES[options.optimizer_state]
-    in_flight = min(growth.in_flight, 4 * trained)
-    design = [
-        (f"{trained / 1e6:.1f} M parameters, {4 + moments:.2f} bytes each", round((4 + moments) * trained)),
-        ("gradients in flight", in_flight),
-        ("boundary tensors of a step", activations),
-    ]
-    if in_flight + moments * trained < 4 * trained:
-        design[:2] = [(f"{trained / 1e6:.1f} M parameters and all gradients, 8 bytes each", 8 * trained)]
+    design = [(item.name, item.nbytes) for item in growth.planned]
+    activations = sum(size for name, size in design if name.startswith("boundary"))
     apart = [
         ("process before the model", before),
         ("memory of the two emulated devices", sum(report["peak_device_bytes"])),
         ("what their layers take while they compute: the peak over the steps' ends", most - max(growth.after)),
     ]
-    show_memory(f"full fine-tuning, {report['plan']}", design, apart, most)
+    show_memory(f"full fine-tuning of {trained / 1e6:.1f} M parameters, {report['plan']}", design, apart, most)
     own = most - sum(size for _, size in apart) - activations
     print(f"bytes a parameter at the peak, beside activations, process and devices: {own / trained:.2f}")
     rest = growth.at_rest - growth.on_devices - before
@@ -132,7 +128,8 @@ def fit_full(
     module, growth = Full(hidden, layers), Growth()
     emulation = {"poison": True}  # or pages of a device's memory would count that were never touched
     strategy = RoundPipeStrategy(
-        memory_budget=options.budget, optimizer_state=options.optimizer_state, emulation=emulation
+        memory_budget=options.budget, optimizer_state=options.optimizer_state, reduce_dtype=options.reduce_dtype,
+        emulation=emulation,
     )  # fmt: skip
     tokens = torch.randint(0, 32_000, (options.window * steps, options.tokens))
     trainer(
@@ -155,6 +152,7 @@ def main() -> None:
     parser.add_argument("--budget", default="600MiB")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--optimizer_state", default="fp32", choices=OPTIMIZER_STATES)
+    parser.add_argument("--reduce_dtype", choices=REDUCE_DTYPES)
     parser.add_argument("--window", type=int, default=4, help="batches of a window")
     options = parser.parse_args()
     quiet()

@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 from lightning_roundpipe.config import OPTIMIZER_STATES, Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradBuffers, HostGradSums, Reduction
+from lightning_roundpipe.memory.grad_buffers import GradientMemory, HostGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import async_optimizer, bucket_stepper
@@ -73,16 +73,16 @@ class Engine:
         self.masters = [master for layer in self.layers for master in layer.masters]
         self._buckets = make_buckets(self.layers, self.masters, formats)
         self._optimizer: Optimizer | None = None
-        pool = GradientPool(self._device, 2**40)
-        self._updates = async_optimizer.AsyncOptimizer(self._buckets, pool, lambda: self._optimizer)
-        self._buffers = [HostGradBuffers(layer, pool, self._device, NOTHING_ADDED) for layer in self.layers]
+        self._memory = GradientMemory(self.layers, self._device, NOTHING_ADDED, workers=1)
+        self._memory.pool.keeps = True
+        self._updates = async_optimizer.AsyncOptimizer(self._buckets, self._memory.pool, lambda: self._optimizer)
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
         for master in self.masters:
             master.grad = gradients[id(master)].normal_()
 
     def _sums(self) -> list[HostGradSums]:
-        sums = [buffers.begin() for buffers in self._buffers]
+        sums = [self._memory.begin(layer, ()) for layer in self.layers]
         for each in sums:
             each.make_room(CancelScope(lambda: None))
             each.present = [True] * len(each.present)

@@ -39,7 +39,7 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.engine.step_slots import Turns
-from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool
+from lightning_roundpipe.memory.grad_buffers import GradientPool
 from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.user_code.mode import Proxies
 
@@ -249,28 +249,21 @@ def _follow_cuda(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fake_cuda, "on_stream", lambda stream: following(ordering, stream.name))
     _follow_gradients_of_stand_ins(ordering, patch)
     for name in ("host_buffer", "host_like"):
-        _follow_host_memory(name, ordering, patch)
-    real_take = GradientPool.take
+        _follow_host_memory(CudaDevice, name, ordering, patch)
+    for name in ("take", "take_landing", "take_wide"):  # narrowed gradients are added up in ordinary memory
+        _follow_host_memory(GradientPool, name, ordering, patch)
 
-    def take(self: GradientPool, layout: GradientLayout) -> Any:
+
+def _follow_host_memory(cls: type, name: str, ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
+    real = getattr(cls, name)
+
+    def made(self: Any, what: Any) -> Any:
         with unfollowed():
-            block = real_take(self, layout)
-        ordering.allocated(HOST, [], [block.flat])  # narrowed gradients are added up in ordinary memory
-        return block
-
-    patch.setattr(GradientPool, "take", take)
-
-
-def _follow_host_memory(name: str, ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
-    real = getattr(CudaDevice, name)
-
-    def made(self: Any, what: Any) -> Tensor:
-        with unfollowed():
-            memory: Tensor = real(self, what)
-        ordering.allocated(HOST, [], [memory])
+            memory = real(self, what)
+        ordering.allocated(HOST, [], [getattr(memory, "flat", memory)])
         return memory
 
-    patch.setattr(CudaDevice, name, made)
+    patch.setattr(cls, name, made)
 
 
 def _follow_gradients_of_stand_ins(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,8 @@ def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
         ({}, {"precision": "bf16-true"}),
         # Side by side: what lands is added part by part.
         ({"plan": harness.single(3, 1), "reduce_dtype": "bfloat16"}, {}),
+        # In one round: what has come is widened part by part.
+        ({"plan": harness.per_call(3, 4), "reduce_dtype": "bfloat16"}, {}),
         ({"emulation": {"poison": True, "delay_seed": 3, "bandwidth": "1MB"}}, {}),
     ],
     ids=lambda given: str(given),

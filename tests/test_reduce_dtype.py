@@ -98,6 +98,8 @@ def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
         (2, {"accumulate_grad_batches": 2}),
         (2, {"gradient_clip_val": 0.05}),
         (2, {"gradient_clip_val": 0.05, "blocking": True}),
+        (4, {}),
+        (4, {"gradient_clip_val": 0.05}),
     ],
 )
 def test_it_is_plain_training_with_rounded_gradients(round_microbatches: int, trainer: dict[str, Any]) -> None:

@@ -339,6 +339,8 @@ class Engine:
             self.settle()
             self.planner.forget()
             self._reserve_for_updates()
+            if self.updates is not None:
+                self.planner.share_weights()
         self._sync_weights(newest=False)
         self._accumulators.watch(self.model.masters)
         for device in self.context.pool.devices:
@@ -448,6 +450,7 @@ class Engine:
             if self.context.options.optimizer_device == "worker":
                 self.updates.optimizer.places = [WorkerPlace(device) for device in self.context.pool.devices]
                 self._reserve_for_updates()
+            self.planner.share_weights()
         if before is not None:
             before.retire()
             for bucket in self.model.buckets:

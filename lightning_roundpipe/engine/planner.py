@@ -118,10 +118,23 @@ class Planner:
                 "leave plan out.",
             )
         elif step.plan is None and all(run.result.loss is not None for run in runs):
-            alone = step.spec.updates is not None and self._context.exchange is None
-            share = alone and not self._options.staleness  # else masters change while uploads read them
-            self._plan_from(step, share=share)
+            self._plan_from(step, share=step.spec.updates is not None and self._may_share)
             randomness.learning = False
+
+    @property
+    def _may_share(self) -> bool:
+        """Whether masters may share memory with what uploads read; with staleness 1, they change meanwhile."""
+        return self._context.exchange is None and not self._options.staleness
+
+    def share_weights(self) -> None:
+        """Let masters and what uploads read share memory before the first window, where that needs nothing it shows.
+
+        Under ``bf16-true`` all weights travel in bf16, and user code reads what layers compute with. Otherwise copies
+        would lie beside the masters while all gradients exist.
+        """
+        if self._may_share and self._context.model.formats.low is not None:
+            for layer in self._context.model.layers:
+                layer.weights.round({}, share=True)
 
     def _plan_from(self, step: Step, *, share: bool) -> None:
         """Make a plan from a window's calls and events.

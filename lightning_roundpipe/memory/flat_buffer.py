@@ -147,9 +147,11 @@ class FlatBuffer:
             formats: dtype to round to, by index of the master. If empty, uploads read ``source`` again.
             share: whether masters and what uploads read share memory, where they can.
         """
+        dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
+        if share and self.shares and dtypes == [place.dtype for place in self.places]:
+            return
         self._leave()
         self._rounded = None
-        dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
         self.places, self.nbytes = in_a_row(self.masters, dtypes)
         if share and self._may_share:
             self._share()

@@ -7,16 +7,17 @@ do rounds: the device buffer of a later round starts from the sum so far.
     a block of the pool ── download into it ── [2]
     arrived ── taken: read by the optimizer, or handed to .grad ── released: back to the pool ── [3]
 
-With ``reduce_dtype`` the sum of a round travels in a narrower dtype. It is narrowed in place and lands beside the host
-sum, and a host thread adds it there, one for each worker. Later rounds then start from zero. So do rounds that run side
-by side, in any dtype.
+With ``reduce_dtype`` the sum of a round travels in a narrower dtype, into which it is narrowed in place. Later rounds
+then start from zero. So do rounds that run side by side, in any dtype. What arrives first stays as it has come: most
+steps have one round, and nothing more arrives. What arrives behind it lands beside it, and a host thread adds it, one
+for each worker. The sum has the gradients' own dtype from the second arrival on, or else while an update uses it.
 
     worker: detach ── narrowed ── [4]
-    download into the landing ── once what landed there before has been added ── [5]
-    added to the sum in its block, on the worker's summing thread ── arrived ── [6]
+    download beside the first ── once what landed before has been added ── [5]
+    added to the sum, on the worker's summing thread ── arrived; where it landed goes back to the pool ── [6]
 
 A large layer's gradients travel in parts, so that `async_optimizer` can use the first ones while the rest are on their
-way. Those that land are added part by part, while the next part lands.
+way. Those that are added are added part by part, while the next part lands.
 
     download, part by part ── each part's own event ── [7]
 """
@@ -24,11 +25,11 @@ way. Those that land are added part by part, while the next part lands.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -89,6 +90,7 @@ class GradientLayout:
         segments, nbytes: slices and size of the sums, on a worker and on the host.
         key: the slices, to look up what layers of equal layout share.
         travelling, travel_nbytes: slices and size of what is downloaded.
+        travelling_key: like ``key``.
         narrowed: whether the two differ.
     """
 
@@ -104,7 +106,27 @@ class GradientLayout:
         self.segments, self.nbytes = in_a_row(masters, dtypes)
         self.key = tuple(self.segments)
         self.travelling, self.travel_nbytes = in_a_row(masters, narrow)
+        self.travelling_key = tuple(self.travelling)
         self.narrowed = narrow != dtypes
+
+    @cached_property
+    def parts(self) -> list[list[_Piece]]:
+        """The pieces of gradients in each part of what travels."""
+        return [self._pieces(*span) for span in _spans(self.travel_nbytes)]
+
+    def _pieces(self, start: int, end: int) -> list[_Piece]:
+        pieces = []
+        for index, (lands, own) in enumerate(zip(self.travelling, self.segments, strict=True)):
+            first, last = max(start, lands.offset), min(end, lands.offset + lands.nbytes)
+            if first < last:
+                place = slice(*(own.offset + (at - lands.offset) * own.nbytes // lands.nbytes for at in (first, last)))
+                pieces.append(_Piece(index, slice(first, last), lands.dtype, place, own.dtype))
+        return pieces
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """For each part of what travels, the bytes of the sum up to its end."""
+        return list(accumulate((max((p.own.stop for p in part), default=0) for part in self.parts), max))
 
 
 def _narrows(dtype: torch.dtype, own: torch.dtype) -> bool:
@@ -112,25 +134,27 @@ def _narrows(dtype: torch.dtype, own: torch.dtype) -> bool:
 
 
 class _Block:
-    """Host memory for the gradients of a call, which sums of equal size use one after another.
+    """Host memory for gradients of a call, which sums use one after another.
 
     Args:
         flat: the memory.
-        generation: see `GradientPool.clear`.
-        kept: whether it goes back to the pool.
+        home: where it goes back to.
+        kept: whether it is used again.
     """
 
-    def __init__(self, flat: Tensor, generation: int, *, kept: bool) -> None:
-        self.flat, self.generation, self.kept = flat, generation, kept
+    def __init__(self, flat: Tensor, home: _Blocks, *, kept: bool) -> None:
+        self.flat, self.home, self.kept = flat, home, kept
+        self.nbytes = flat.numel()
+        self.generation = home.generation
         self.filled: Event | None = None
         """The end of the last download into it, or of the addition."""
         self._alone = holders(flat)
         self._views: dict[tuple[ParamSlice, ...], list[Tensor]] = {}
 
-    def views(self, layout: GradientLayout) -> list[Tensor]:
+    def views(self, slices: tuple[ParamSlice, ...]) -> list[Tensor]:
         """Return the gradients as cached views. Making one takes longer than the update of a small parameter."""
-        if (views := self._views.get(layout.key)) is None:
-            views = self._views[layout.key] = [segment.view(self.flat) for segment in layout.segments]
+        if (views := self._views.get(slices)) is None:
+            views = self._views[slices] = [segment.view(self.flat) for segment in slices]
             self._alone += len(views)
         return views
 
@@ -138,6 +162,71 @@ class _Block:
     def unused(self) -> bool:
         """Whether only the pool holds the memory."""
         return holders(self.flat) == self._alone
+
+
+class _Blocks:
+    """Blocks of one kind.
+
+    A block is used again for gradients of at least half its size. Where a new one would exceed the limit, free blocks
+    are given up for it. Memory that was handed to user code in ``.grad`` is used again once user code has dropped it.
+
+    Args:
+        new: allocates host memory.
+        limit: bytes from which on downloads wait, and none are kept without need.
+
+    Attributes:
+        held: bytes of the blocks that are taken.
+        generation: the number of calls of `clear`, after which blocks that were taken before do not come back.
+    """
+
+    def __init__(self, new: Callable[[int], Tensor], limit: float) -> None:
+        self._new, self._limit = new, limit
+        self.held = self.generation = 0
+        self._lock = threading.Lock()
+        self._free: list[_Block] = []
+        self._lent: list[_Block] = []
+        """Blocks that user code may hold views of."""
+
+    def exceed(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` beside what is taken are more than the limit."""
+        return 0 < self.held > self._limit - nbytes
+
+    def take(self, nbytes: int, *, keep: bool) -> _Block:
+        """Return a block of at least ``nbytes``, whose contents are arbitrary. ``keep``: whether a new one is kept."""
+        with self._lock:
+            lent, self._lent = self._lent, []
+            for block in lent:
+                (self._free if block.unused else self._lent).append(block)
+            suiting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
+            found = min(suiting, key=lambda block: block.nbytes, default=None)
+            if found is not None:
+                self._free.remove(found)
+            while found is None and self._free and self.held + sum(b.nbytes for b in self._free) > self._limit - nbytes:
+                del self._free[0]
+            self.held += nbytes if found is None else found.nbytes
+        if found is None:
+            return _Block(self._new(nbytes), self, kept=keep)
+        # If nothing took that sum, its download may still be on its way.
+        if found.filled is not None and not found.filled.done():
+            found.filled.wait()
+        return found
+
+    def give(self, block: _Block, filled: Event | None, *, lent: bool) -> None:
+        """Take a block back. For the arguments see `GradientPool.give`."""
+        block.filled = filled
+        with self._lock:
+            if block.generation == self.generation:
+                self.held -= block.nbytes
+                if block.kept:
+                    (self._lent if lent else self._free).append(block)
+
+    def clear(self) -> None:
+        """Free all memory but what is taken, which is freed with those who have it."""
+        with self._lock:
+            self.generation += 1
+            self.held = 0
+            self._free.clear()
+            self._lent.clear()
 
 
 class Ready(Protocol):
@@ -153,92 +242,73 @@ class GradientPool:
 
     The sum of a call takes a block when its first download begins, and gives it back when it is consumed. The pool
     grows with what is in flight. Where the optimizer needs all gradients before it uses any (clipping by norm, loss
-    scaling, several rounds, several machines), that is a block for each layer. Where it uses them layer by layer,
-    downloads wait for it once ``limit`` bytes are held, while it has complete gradients to go on with. They wait for
+    scaling, several rounds, several machines), that is a block for each layer. Where it uses them layer by layer, a
+    download that would exceed ``limit`` bytes waits for it, while it has complete gradients to go on with. It waits for
     nothing else: what is incomplete may come with the very download that would wait.
 
-    Memory that was handed to user code in ``.grad`` is used again once user code has dropped it.
+    What is to be added has a block until it is. A download that would exceed ``limit`` bytes of these waits for that.
+    In the first window there is one.
 
     Args:
         device: any device; allocates host memory that copies asynchronously.
-        limit: bytes held from which on downloads wait for updates.
+        limit: see above.
 
     Attributes:
         keeps: whether new blocks are kept for reuse. In the first window, whose microbatches run one after another, all
             sums exist at once: their memory is freed as the optimizer uses it, which then allocates its state.
         draining: the step whose gradients the optimizer uses layer by layer at the moment.
-        held: bytes of all blocks that sums have taken.
     """
 
     def __init__(self, device: Device, limit: int) -> None:
-        self._device, self.limit = device, limit
+        self.limit = limit
         self.keeps = False
         self.draining: Ready | None = None
-        self.held = 0
+        self._arriving, self._landing = (_Blocks(device.host_buffer, limit) for _ in range(2))
+        # Only the host writes to narrowed gradients' sums, so these need no page-locked memory.
+        self._wide = _Blocks(partial(torch.empty, dtype=torch.uint8), math.inf)
         self._lock = threading.Lock()
-        self._generation = 0
-        self._free: defaultdict[tuple[int, bool], list[_Block]] = defaultdict(list)
-        self._lent: list[tuple[tuple[int, bool], _Block]] = []
-        """Blocks that user code may hold views of."""
         self._waiters: list[Waiter] = []
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a download that needs a block waits for an update."""
+    def is_full(self, nbytes: int) -> bool:
+        """Return whether the first download of a sum waits for an update."""
         draining = self.draining
-        return draining is not None and self.held >= self.limit and draining.has_ready
+        return draining is not None and self._arriving.exceed(nbytes) and draining.has_ready
 
-    def wait(self, cancel_scope: CancelScope) -> None:
-        """Wait until the pool is not full."""
+    def is_landing(self, nbytes: int) -> bool:
+        """Return whether a download that is to be added waits for additions."""
+        return self._landing.exceed(nbytes) if self.keeps else self._landing.held > 0
+
+    def wait(self, full: Callable[[int], bool], nbytes: int, cancel_scope: CancelScope) -> None:
+        """Wait as long as the pool is ``full`` for a download of ``nbytes``."""
         while True:
             waiter = Waiter()
             with self._lock:
-                if not self.is_full:
+                if not full(nbytes):
                     return
                 self._waiters.append(waiter)
             cancel_scope.wait(waiter)
 
-    def take(self, layout: GradientLayout) -> _Block:
-        """Return a block for gradients in ``layout``, whose contents are arbitrary."""
-        key = layout.nbytes, layout.narrowed
-        with self._lock:
-            lent, self._lent = self._lent, []
-            for place, block in lent:
-                if block.unused:
-                    self._free[place].append(block)
-                else:
-                    self._lent.append((place, block))
-            found = self._free[key].pop() if self._free[key] else None
-            generation = self._generation
-            self.held += layout.nbytes
-        if found is None:
-            # Only the host writes to narrowed gradients' sums, so these need no page-locked memory.
-            host_only = layout.narrowed or not layout.nbytes
-            new = partial(torch.empty, dtype=torch.uint8) if host_only else self._device.host_buffer
-            return _Block(new(layout.nbytes), generation, kept=self.keeps)
-        # If nothing took that sum, its download may still be on its way.
-        if found.filled is not None and not found.filled.done():
-            found.filled.wait()
-        return found
+    def take(self, nbytes: int) -> _Block:
+        """Return a block for the first download of a sum."""
+        return self._arriving.take(nbytes, keep=self.keeps)
 
-    def give(self, block: _Block, layout: GradientLayout, filled: Event | None, *, lent: bool) -> None:
+    def take_landing(self, nbytes: int) -> _Block:
+        """Return a block for a download that is to be added."""
+        return self._landing.take(nbytes, keep=True)
+
+    def take_wide(self, nbytes: int) -> _Block:
+        """Return a block for a sum of narrowed gradients."""
+        return self._wide.take(nbytes, keep=self.keeps)
+
+    def give(self, block: _Block, filled: Event | None, *, lent: bool = False) -> None:
         """Take a block back.
 
         Args:
             block: the block.
-            layout: the layout that `take` had.
             filled: the end of the last download into it.
             lent: whether user code may hold views of it.
         """
-        block.filled = filled
-        key = layout.nbytes, layout.narrowed
-        with self._lock:
-            if block.generation == self._generation:
-                self.held -= layout.nbytes
-                if block.kept and lent:
-                    self._lent.append((key, block))
-                elif block.kept:
-                    self._free[key].append(block)
+        block.home.give(block, filled, lent=lent)
         self.look_again()
 
     def look_again(self) -> None:
@@ -250,11 +320,8 @@ class GradientPool:
 
     def clear(self) -> None:
         """Free all memory but what sums hold, which is freed with them: downloads may never arrive there."""
-        with self._lock:
-            self._generation += 1
-            self.held = 0
-            self._free.clear()
-            self._lent.clear()
+        for blocks in (self._arriving, self._landing, self._wide):
+            blocks.clear()
 
 
 def _spans(nbytes: int) -> list[tuple[int, int]]:
@@ -264,45 +331,13 @@ def _spans(nbytes: int) -> list[tuple[int, int]]:
 
 
 class _Piece(NamedTuple):
-    """Elements of a gradient in a part of what lands: they, and the place of their sum in the host buffer."""
+    """Elements of a gradient in a part of what travels: their bytes there, and the place of their sum."""
 
     parameter: int
-    landed: Tensor
+    travels: slice
+    travels_as: torch.dtype
     own: slice
     dtype: torch.dtype
-
-
-class _Landing:
-    """Host memory where the sums of a call's rounds land, one after another, before they are added up."""
-
-    def __init__(self, layout: GradientLayout, device: Device, reduction: Reduction) -> None:
-        self.flat = device.host_buffer(layout.travel_nbytes)
-        self.thread = reduction.thread
-        self._adding = reduction.adding
-        self._parts = [self._pieces(layout, *span) for span in _spans(layout.travel_nbytes)]
-        self.ends = list(accumulate((max((p.own.stop for p in part), default=0) for part in self._parts), max))
-        """For each part of what lands, the bytes of the sum up to its end."""
-
-    def _pieces(self, layout: GradientLayout, start: int, end: int) -> list[_Piece]:
-        """Return the pieces of gradients between two bytes of what lands."""
-        pieces = []
-        for index, (lands, own) in enumerate(zip(layout.travelling, layout.segments, strict=True)):
-            first, last = max(start, lands.offset), min(end, lands.offset + lands.nbytes)
-            if first < last:
-                place = slice(*(own.offset + (at - lands.offset) * own.nbytes // lands.nbytes for at in (first, last)))
-                pieces.append(_Piece(index, self.flat[first:last].view(lands.dtype), place, own.dtype))
-        return pieces
-
-    def add_to(self, sums: Tensor, part: int, present: Sequence[bool], summed: Sequence[bool]) -> None:
-        """Add the gradients of a part that are ``present`` to ``sums``. One that is not yet ``summed`` is copied."""
-        with self._adding:
-            for parameter, landed, own, dtype in self._parts[part]:
-                if present[parameter]:
-                    total = sums[own].view(dtype)
-                    if summed[parameter]:
-                        total.add_(landed)
-                    else:
-                        total.copy_(landed)
 
 
 class _Added(Event):
@@ -313,12 +348,17 @@ class _Added(Event):
         self._over = threading.Event()
         self._error: BaseException | None = None
 
-    def after(self, landed: Event, add: Callable[[], None]) -> None:
-        """Wait for ``landed``, add to the sum and reach the event. Runs on the summing thread."""
+    def after(self, landed: Event, add: Callable[[], None], then: Sequence[Callable[[], None]] = ()) -> None:
+        """Wait for ``landed``, add to the sum, do what is to be done ``then`` and reach the event.
+
+        Runs on the summing thread.
+        """
         before, self._before = self._before, None
         try:
             landed.wait()
             add()
+            for work in then:
+                work()
         except BaseException as error:
             self._error = error.with_traceback(None)  # whose frames refer to the sum, which refers to this
         if before is not None and before._error is not None:
@@ -366,12 +406,11 @@ class GradientMemory:
 
     def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction, workers: int) -> None:
         self.reduction = reduction
-        self._layers, self._device = layers, device
+        self._layers = layers
         self._trained: dict[int, tuple[bool, ...]] = {}
         self._see_trained()
         self._layouts: dict[_Call, GradientLayout] = {}
-        self._landings: dict[_Call, _Landing] = {}
-        sizes = (sum(master.nbytes for master in layer.masters) for layer in layers)
+        sizes = (GradientLayout(layer, [True] * len(layer.masters), reduction.dtype).travel_nbytes for layer in layers)
         self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
 
     def begin(
@@ -389,16 +428,12 @@ class GradientMemory:
         if (layout := self._layouts.get(call)) is None:
             trained = self._trained[layer.index] if trainable is None else trainable
             layout = self._layouts[call] = GradientLayout(layer, trained, self.reduction.dtype)
-        if not layout.narrowed and not (apart and layout.nbytes):
-            return HostGradSums(layer, layout, self.pool)
-        if call not in self._landings:
-            self._landings[call] = _Landing(layout, self._device, self.reduction)
-        return HostGradSums(layer, layout, self.pool, self._landings[call])
+        adds = layout.narrowed or (apart and layout.nbytes > 0)
+        return HostGradSums(layer, layout, self.pool, self.reduction if adds else None)
 
     def drop(self) -> None:
         """Drop all memory: its gradients will not be read, or never arrive; or other parameters are trained now."""
         self._layouts.clear()
-        self._landings.clear()
         self.pool.clear()
         self._see_trained()
 
@@ -415,35 +450,40 @@ class HostGradSums:
     Args:
         layer: the layer.
         layout: layout of the gradients in the block.
-        pool: where the block comes from.
-        landing: where the sums of rounds land. None: downloads go to the block itself.
+        pool: where the memory comes from.
+        reduction: how what arrives is added. None: a later download continues the sum, and overwrites it.
     """
 
     def __init__(
-        self, layer: HostLayer, layout: GradientLayout, pool: GradientPool, landing: _Landing | None = None
+        self, layer: HostLayer, layout: GradientLayout, pool: GradientPool, reduction: Reduction | None = None
     ) -> None:
         self.layer = layer
         self.layout = layout
-        self.landing = landing
+        self.adds = reduction is not None
         self.present = [False] * len(layout.segments)
         self.handed_out = False
         """Whether views of the block were handed to user code, which may keep them."""
         self.parts: list[tuple[int, Event]] = []
         """Of each part of the last download, its end in bytes of the sum, and the event after which it is there [7]."""
-        self._pool = pool
+        self._pool, self._reduction = pool, reduction
+        self._first: _Block | None = None
+        """What has arrived first, if it is narrowed and makes up the sum alone: `take` can begin from it again."""
         self._block: _Block | None = None
+        """The sum in the gradients' own dtypes."""
+        self._landing: tuple[_Block, _Block | None] | None = None
+        """Where the next download lands, to be added; and what has arrived first, if the sum lacks it."""
         self._there: Event | None = None
 
     @property
     def flat(self) -> Tensor:
         """The memory of the sum, from `make_room` to `release`."""
         assert self._block is not None, "the sum has no memory"
-        return self._block.flat
+        return self._block.flat[: self.layout.nbytes]
 
     @property
     def _views(self) -> list[Tensor]:
         assert self._block is not None, "the sum has no memory"
-        return self._block.views(self.layout)
+        return self._block.views(self.layout.key)
 
     @property
     def arrived(self) -> Event | None:
@@ -453,22 +493,37 @@ class HostGradSums:
     @property
     def has_room(self) -> bool:
         """Whether neither `make_room` nor a download waits."""
-        room = self._block is not None or not self._pool.is_full
-        return room and (self.landing is None or self.arrived is None or self.arrived.done())
+        nbytes, arrived = self.layout.travel_nbytes, self.arrived
+        if arrived is None:
+            return not self._pool.is_full(nbytes)
+        return not self.adds or (arrived.done() and not self._pool.is_landing(nbytes))
 
     def make_room(self, cancel_scope: CancelScope) -> None:
-        """Before a download: take a block, if there is none yet [2]."""
-        if self._block is None:
-            self._pool.wait(cancel_scope)
-            self._block = self._pool.take(self.layout)
+        """Before a download: take a block for it [2]."""
+        layout, pool = self.layout, self._pool
+        if self._first is None and self._block is None:
+            pool.wait(pool.is_full, layout.travel_nbytes, cancel_scope)
+            block = pool.take(layout.travel_nbytes)
+            if layout.narrowed:
+                self._first = block
+            else:
+                self._block = block
+        elif self.adds:
+            pool.wait(pool.is_landing, layout.travel_nbytes, cancel_scope)
+            self._landing = pool.take_landing(layout.travel_nbytes), self._first
+            if self._first is not None:
+                self._first, self._block = None, pool.take_wide(layout.nbytes)
 
     def release(self) -> None:
         """Give the memory back, whose contents are no longer needed [3]. Idempotent."""
+        first, self._first = self._first, None
         block, self._block = self._block, None
+        if first is not None:
+            self._pool.give(first, self.arrived)
         if block is not None:
-            self._pool.give(block, self.layout, self.arrived, lent=self.handed_out)
+            self._pool.give(block, self.arrived, lent=self.handed_out)
 
-    def land(
+    def download(
         self,
         stream: Stream,
         source: Tensor,
@@ -477,33 +532,49 @@ class HostGradSums:
         begun: Callable[[], object],
         failed: Callable[[BaseException], object],
     ) -> None:
-        """Enqueue the download of a worker's gradients that are ``present``, and have the summing thread add them.
+        """Enqueue the download of a worker's gradients that are ``present``. For the arguments see `DeviceGradSums`."""
+        if self._landing is not None:
+            self._land(stream, source, worker, present, begun, failed)
+            return
+        target = self._first or self._block
+        assert target is not None, "the sum has no memory"
+        parts = []
+        for (start, end), there in zip(_spans(len(source)), self.layout.ends, strict=True):
+            stream.copy(target.flat[start:end], source[start:end])
+            parts.append((there, stream.record()))
+        self.parts, self.present = parts, list(present)
+        begun()
 
-        Each part waits until what has landed there before is added [5].
+    def _land(
+        self,
+        stream: Stream,
+        source: Tensor,
+        worker: int,
+        present: Sequence[bool],
+        begun: Callable[[], object],
+        failed: Callable[[BaseException], object],
+    ) -> None:
+        """Enqueue the download of what is to be added, and have the summing thread add it.
 
-        Args:
-            stream: the stream of the worker's downloads.
-            source: the gradients on the worker.
-            worker: number of the worker.
-            present: per trainable parameter, whether it has a gradient.
-            begun: called once another worker's may follow, part by part.
-            failed: called with an error before those who wait for a part are told of it.
+        Each part waits until what has landed before is added [5].
         """
-        landing = self.landing
-        assert landing is not None
-        summed, before, thread = self.present, [event for _, event in self.parts], landing.thread(worker)
+        assert self._landing is not None and self._block is not None and self._reduction is not None
+        (landing, first), sums, self._landing = self._landing, self._block.flat, None
+        summed, before, thread = self.present, [event for _, event in self.parts], self._reduction.thread(worker)
         spans, added = _spans(len(source)), list[_Added]()
         for _ in spans:
             added.append(_Added(thread, added[-1] if added else None))
         self.present = [a or b for a, b in zip(summed, present, strict=True)]
-        self.parts = list(zip(landing.ends, added, strict=True))
+        self.parts = list(zip(self.layout.ends, added, strict=True))
         try:
             for part, (start, end) in enumerate(spans):
                 if before:
                     before[part].wait()
                 stream.copy(landing.flat[start:end], source[start:end])
-                add = partial(landing.add_to, self.flat, part, present, summed)
-                thread.submit(partial(added[part].after, stream.record(), add))
+                add = partial(self._add, landing, first, sums, part, present, summed)
+                done = [block for block in (landing, first) if block is not None] if part == len(spans) - 1 else []
+                give = [partial(self._pool.give, block, None) for block in done]
+                thread.submit(partial(added[part].after, stream.record(), add, give))
                 if not part:
                     begun()
         except BaseException as error:
@@ -512,6 +583,22 @@ class HostGradSums:
             for event in added:
                 event.fail(told)
             raise
+
+    def _add(
+        self, landing: _Block, first: _Block | None, sums: Tensor, part: int, present: Sequence[bool],
+        summed: Sequence[bool],
+    ) -> None:  # fmt: skip
+        """Add the gradients of a part that are ``present`` to those that are ``summed``, which may lie in ``first``."""
+        assert self._reduction is not None
+        with self._reduction.adding:
+            for parameter, travels, narrow, own, dtype in self.layout.parts[part]:
+                total, landed = sums[own].view(dtype), landing.flat[travels].view(narrow)
+                if first is not None and summed[parameter]:
+                    total.copy_(first.flat[travels].view(narrow))
+                if present[parameter] and summed[parameter]:
+                    total.add_(landed)
+                elif present[parameter]:
+                    total.copy_(landed)
 
     def wait(self) -> None:
         """Wait for the download. Any thread may."""
@@ -536,7 +623,11 @@ class HostGradSums:
         segment = self.layout.segments[index]
         nbytes = segment.offset + end * segment.dtype.itemsize
         self._wait_for(next((event for there, event in self.parts if there >= nbytes), self.parts[-1][1]))
-        part = self._views[index].view(-1)[start:end]
+        if self._block is None:
+            assert self._first is not None, "the sum has no memory"
+            part = self._first.views(self.layout.travelling_key)[index].view(-1)[start:end].to(segment.dtype, copy=True)
+        else:
+            part = self._views[index].view(-1)[start:end]
         return part if factor == 1.0 else part.mul_(factor)
 
     def take(self, factor: float) -> dict[int, Tensor]:
@@ -548,12 +639,40 @@ class HostGradSums:
         if not any(self.present):
             return {}
         self.wait()
+        self._widen()
         views = [segment.view(self.flat) for segment in self.layout.segments] if self.handed_out else self._views
         taken = {key: view for key, view, present in zip(self.layout.keys, views, self.present, strict=True) if present}
         if factor != 1.0:
             for view in taken.values():
                 view.mul_(factor)
         return taken
+
+    def _widen(self) -> None:
+        """Give the sum the gradients' own dtypes, if it is what has arrived first. All of that is there."""
+        if self._first is None:
+            return
+        if self._block is None:
+            self._block = self._pool.take_wide(self.layout.nbytes)
+        narrow = self._first.views(self.layout.travelling_key)
+        for view, own, present in zip(narrow, self._views, self.present, strict=True):
+            if present:
+                own.copy_(view)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether nothing is there but what has arrived first, as it has come."""
+        return self._block is None
+
+    @property
+    def stays(self) -> bool:
+        """Whether `take` gives the same again after `forget_taken`."""
+        return not any(self.present) or (self._first is not None and not self.handed_out)
+
+    def forget_taken(self) -> None:
+        """Forget what `take` has returned, with its memory."""
+        if self._first is not None and self._block is not None:
+            block, self._block = self._block, None
+            self._pool.give(block, None)
 
     def view_of(self, key: int) -> Tensor:
         """Return the sum for the master with id ``key`` as it lies in the block now."""
@@ -583,7 +702,7 @@ class DeviceGradSums:
     @staticmethod
     def continued(host: HostGradSums) -> list[bool]:
         """Return, per trainable parameter, whether a slot goes on from the sum of an earlier round."""
-        return [False] * len(host.present) if host.landing is not None else list(host.present)
+        return [False] * len(host.present) if host.adds else list(host.present)
 
     def upload(self, stream: Stream) -> None:
         """Enqueue the upload of the earlier rounds' sum, which this round continues."""
@@ -643,16 +762,8 @@ class DeviceGradSums:
             begun: called once another worker's download to the same sums may follow.
             failed: called with an error, which the caller gets as well, before other workers may meet it.
         """
-        landing, nbytes = self.host.landing, self.host.layout.travel_nbytes
-        if landing is not None:
-            self.host.land(stream, self.segment[:nbytes], worker, self.present, begun, failed)
-            return
-        parts = []
-        for start, end in _spans(nbytes):
-            stream.copy(self.host.flat[start:end], self.segment[start:end])
-            parts.append((end, stream.record()))
-        self.host.parts, self.host.present = parts, self.present
-        begun()
+        source = self.segment[: self.host.layout.travel_nbytes]
+        self.host.download(stream, source, worker, self.present, begun, failed)
 
 
 def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:

@@ -33,6 +33,7 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, StageBytes
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.updates import PIECE_BYTES
 
 BESIDE = 2
 """Stages that the largest arena holds at once: one runs while the next one's weights come."""
@@ -122,9 +123,9 @@ MASTER_BYTES = 4
 def layers_in_flight(workers: int) -> int:
     """Return of how many layers gradients are on the host at most, where updates go layer by layer.
 
-    While one layer's gradients of each worker arrive, the optimizer has one of each to go on with.
+    While one layer's gradients arrive from each worker, the optimizer uses one, and has another one to go on with.
     """
-    return 2 * workers + 2
+    return workers + 2
 
 
 def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None, *, most: bool = False) -> int:
@@ -464,29 +465,19 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     """Return what the host of each machine holds under AdamW.
 
     Gradients are summed call by call, so a weight that several layers share, or a layer that is called twice, has
-    several gradients. Gradients of rounds side by side arrive beside the sums, and so do gradients of a narrower dtype.
-
-    In the first window there are gradients of all layers and no moments yet. That counts if it is more than later.
+    several gradients. In the first window there are gradients of all layers and no moments yet. That counts if it is
+    more than later.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
-    trains = [call for call in costs.calls if call.needs_backward]
-    gradients = sum(call.gradient_bytes for call in trains)
-    narrow = sum(call.reduced_bytes or 0 for call in trains)
-    landings = narrow
-    if plan.side_by_side(workers, microbatches):
-        landings += sum(call.gradient_bytes for call in trains if call.reduced_bytes is None)
     machines = parameters.machines
     working = size if (size != MASTER_BYTES or parameters.apart) and not parameters.shares else 0
     owned = -(-trained // machines)
     whose = f", 1/{machines} of them" if machines > 1 else ""
     moments = math.ceil(2 * OPTIMIZER_STATES[parameters.optimizer_state] * owned)
-    all_gradients = held = max(MASTER_BYTES * trained, gradients)
-    named = "gradients, fp32"
-    if parameters.by_layer and machines == 1 and microbatches <= plan.round_microbatches:
-        in_flight = heapq.nlargest(layers_in_flight(workers), (call.gradient_bytes for call in trains))
-        held, named = min(all_gradients, sum(in_flight)), "gradients in flight, fp32"
-        if held + moments < all_gradients:
-            held, moments, named = all_gradients, 0, "gradients of the first window, fp32"
+    gradients = _gradient_items(plan, costs, parameters, workers, microbatches)
+    first = _gradient_items(plan, costs, parameters, workers, microbatches, first_window=True)
+    if sum(item.nbytes for item in gradients) + moments < sum(item.nbytes for item in first):
+        gradients, moments = first, 0
     items = [
         Item(
             f"trained weights, fp32{', with their working copy' if parameters.shares else ''}",
@@ -496,10 +487,36 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         Item("their working copy in compute precision", working * trained, locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
-        Item(named, held, locked=not narrow),
-        Item("gradients as they arrive", landings, locked=True),
+        *gradients,
         Item(f"AdamW's two moments, {parameters.optimizer_state}{whose}", moments),
         Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
         Item(f"carried products of {plural(len(plan.carry), 'call')}", carried_bytes(plan, costs, workers), True),
     ]
     return [item for item in items if item.nbytes]
+
+
+def _gradient_items(
+    plan: Plan, costs: Costs, parameters: Parameters, workers: int, microbatches: int, *, first_window: bool = False
+) -> list[Item]:
+    """Return what gradients take: sums that the optimizer has not used, and what arrives to be added to them.
+
+    A sum is as narrow as it has come if nothing is added to it, and has its own dtype otherwise and while it is used.
+    In the first window, microbatches come one after another, and what arrives is added before more does.
+    """
+    trains = [call for call in costs.calls if call.needs_backward]
+    own = max(MASTER_BYTES * parameters.trained, sum(call.gradient_bytes for call in trains))
+    sizes = [call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes for call in trains]
+    narrow = any(call.reduced_bytes is not None for call in trains)
+    one_round = microbatches <= (1 if first_window else plan.round_microbatches)
+    adds = not one_round and (narrow or (plan.side_by_side(workers, microbatches) and not first_window))
+    in_flight, largest = (sum(heapq.nlargest(n, sizes)) for n in (layers_in_flight(workers), 1))
+    by_layer = parameters.by_layer and parameters.machines == 1 and one_round and not first_window
+    stays = narrow and one_round and parameters.machines == 1
+    when = " of the first window" if first_window else " in flight" if by_layer else ""
+    held = min(own, in_flight) if by_layer else sum(sizes) if stays else own
+    used = min(max((call.gradient_bytes for call in trains), default=0), 2 * PIECE_BYTES) if stays else 0
+    return [
+        Item(f"gradients{when}, {'as they travel' if stays else 'fp32'}", held, locked=stays or not narrow),
+        Item("gradients that an update uses, fp32", used),
+        Item("gradients as they arrive", (largest if first_window else in_flight) if adds else 0, locked=True),
+    ]

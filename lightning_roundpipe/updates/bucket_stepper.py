@@ -3,7 +3,8 @@
     bucket by bucket as they become ready, of several the first in forward order:
         take the gradients from host memory ── add what earlier batches have accumulated ── [1]
         with clipping by norm or loss scaling: wait for all buckets, as all norms, or whether all gradients are finite,
-        must be known before any bucket is stepped; then step all or none, in forward order ── [2]
+        must be known before any bucket is stepped; then step all or none, in forward order. Gradients that came
+        narrowed are widened twice, instead of being kept wide meanwhile ── [2]
         step ── give the gradients' memory back ── publish the version ── [3]
         a large bucket, without clipping by norm or loss scaling: part by part, each as soon as it has arrived ── [4]
 
@@ -228,29 +229,46 @@ class BucketStepper:
     def _step_at_once(self, step: OptimizerStep, clip: Clip | None) -> None:
         """Step all buckets, or none if gradients are not finite, once all gradients are there [2]."""
         scaled = self._scales.scale is not None
-        gathered: dict[ParamBucket, dict[int, Tensor]] = {}
+        gathered: dict[ParamBucket, dict[int, Tensor] | None] = {}
         measured: dict[int, Tensor] = {}
         finite = True
         for bucket, gradients in (pair for mine in self._gathered(step) for pair in mine.items()):
-            gathered[bucket] = gradients
-            held = {key: grad for key, grad in gradients.items() if key in step.hyperparameters.group_of}
+            held = step.held(gradients)
             if scaled:
                 finite &= unscale(held.values(), step.scale)
-            if clip is not None:
-                measured.update(zip(held, norms(list(held.values())), strict=True))
-        whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
-        lengths, some = [measured[key] for key in whole] if clip is not None else [], bool(whole)
+            lengths = norms(list(held.values())) if clip is not None else [torch.zeros(())] * len(held)
+            measured.update(zip(held, lengths, strict=True))
+            del held
+            gathered[bucket] = gradients if not self._may_gather_again(step, bucket) else None
+        lengths = list(step.held(measured).values())
         if self._exchange is not None and self._exchange.owner:
-            norms_of = measured if clip is not None else {key: torch.zeros(()) for key in whole}
-            lengths, finite = self._exchange.combined_norms(norms_of, list(step.hyperparameters.group_of), finite)
-            some = bool(lengths)
+            lengths, finite = self._exchange.combined_norms(measured, list(step.hyperparameters.group_of), finite)
+        some = bool(lengths)
         if scaled:
             self._scales.decided(step.number, finite=finite if some else None)
-        if clip is not None and some and finite:
-            scale(list(whole.values()), coefficient(lengths, clip))
+        factor = coefficient(lengths, clip) if clip is not None and some and finite else None
+
+        def of(bucket: ParamBucket) -> dict[int, Tensor]:
+            if not finite:
+                return {}
+            if (gradients := gathered.pop(bucket)) is None:
+                gradients = self._gather(bucket, step)
+                if scaled:
+                    unscale(step.held(gradients).values(), step.scale)
+            if factor is not None:
+                scale(list(step.held(gradients).values()), factor)
+            return gradients
+
         there = [(bucket.index, bucket) for bucket in self._buckets]
         while there:
-            self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
+            self._apply(step, {bucket: of(bucket) for bucket in self._piece(there)})
+
+    def _may_gather_again(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
+        """Return whether `_gather` gives the same again; then what it has given is forgotten, with its memory."""
+        batch = step.batch
+        if batch is None or step.keeps or self._exchange is not None or self._gradients.accumulated[bucket].present():
+            return False
+        return batch.forget_taken(bucket)
 
     @contextmanager
     def _draining(self, step: OptimizerStep) -> Iterator[None]:
@@ -295,7 +313,8 @@ class BucketStepper:
 
         Returns:
             False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
-            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts.
+            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or
+            `show` may need gradients that are narrow.
         """
         batch, values, accumulated = step.batch, step.hyperparameters, self._gradients.accumulated[bucket]
         if (
@@ -303,6 +322,7 @@ class BucketStepper:
             or self._nbytes[bucket] < grad_buffers.STREAMED
             or (found := batch.sums_by_master(bucket)) is None
             or not step.outside.isdisjoint(found)
+            or (step.keeps and any(total.is_narrow for sums in found.values() for total in sums))
         ):
             return False
         keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
@@ -322,7 +342,8 @@ class BucketStepper:
                 step.partial_optimizer.step_part(values, key, gradient, start, end)
                 if not self._staleness:
                     bucket.refresh_part(master, start, end)
-        self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
+        if step.keeps:
+            self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
         self._finish(step, bucket)
         return True
 

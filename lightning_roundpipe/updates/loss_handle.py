@@ -130,9 +130,20 @@ class StepGradients:
             self.scale *= self._share(self._contribution)
 
     def take(self, bucket: ParamBucket) -> dict[int, Tensor]:
-        """Return the gradients of a ready bucket by id of the master, scaled in place. Call it once per bucket."""
+        """Return the gradients of a ready bucket by id of the master, scaled in place.
+
+        Call it once per bucket, or again after `forget_taken`.
+        """
         user_code = self._user_code({id(master) for master in bucket.masters}) if self._proxies else []
         return self._taken(self._of[bucket], user_code)
+
+    def forget_taken(self, bucket: ParamBucket) -> bool:
+        """Forget what `take` has returned for ``bucket``, with its memory; return False if it has to be kept."""
+        if not all(total.stays for total in self._of[bucket]):
+            return False
+        for total in self._of[bucket]:
+            total.forget_taken()
+        return True
 
     def sums_by_master(self, bucket: ParamBucket) -> dict[int, list[HostGradSums]] | None:
         """Return the host sums that make up each gradient of a ready bucket, by id of the master, for `take_part`.

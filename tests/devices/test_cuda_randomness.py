@@ -55,7 +55,6 @@ def test_autograds_threads_know_which_layer_they_run(gpus: list[CudaDevice], mon
     real = CheckpointedModule().model.layers[0].__class__._slowly
 
     def slowly(self: Any, x: Tensor) -> Tensor:
-
         seen.append((threading.current_thread().name, (context_of_thread().runner.inside or ("",))[0]))
         return real(self, x)
 

@@ -21,7 +21,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
+from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer, host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
@@ -30,6 +30,8 @@ from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
 
 SIZE = 8
+BYTES = 4 * SIZE * SIZE
+"""Of a layer's gradients."""
 LAYERS = 12
 
 
@@ -76,7 +78,7 @@ class Asked(pl.Callback):
 
         def host_buffer(device: EmulatedDevice, nbytes: int) -> Tensor:
             made = real(device, nbytes)
-            if self._batch is not None and nbytes == 4 * SIZE * SIZE:  # a gradient's, and not a bf16 copy's
+            if self._batch is not None and nbytes == BYTES:  # a gradient's, and not a bf16 copy's
                 self.when[self._batch] += 1
                 self._storages.append(weakref.ref(made.untyped_storage()))
             return made
@@ -98,7 +100,8 @@ def batches(count: int = 5) -> list[Tensor]:
 
 
 def fit(asked: Asked, module: Module, *callbacks: pl.Callback, **options: Any) -> None:
-    used = ours(num_microbatches=2 if module.automatic_optimization else 1, layers=["Linear"])
+    settings = {"num_microbatches": 2 if module.automatic_optimization else 1, "layers": ["Linear"]}
+    used = ours(**settings, **options.pop("strategy", {}))
     run(used, module, batches(), callbacks=[asked, *callbacks], watch=False, **options)
 
 
@@ -132,7 +135,41 @@ def test_downloads_wait_for_a_slow_optimizer(kind: str, monkeypatch: pytest.Monk
         module.layers[3].register_forward_hook(lambda layer, args, output: nn.functional.dropout(output, 0.1))
     fit(asked, module, precision="bf16-true" if kind == "bf16-true" else "32-true")
     assert asked.when[0] == LAYERS
-    assert 1 <= asked.living[-1] <= 5, "four, and one that arrives when the optimizer has no complete one left"
+    assert 1 <= asked.living[-1] <= 4, "three, and one that arrives when the optimizer has no complete one left"
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=["layer by layer", "clipping by norm"])
+def test_narrowed_gradients_are_fp32_only_while_they_are_used(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Later windows have one round: nothing is added to what arrives. Clipping needs all of it before any is used."""
+    if options:
+        monkeypatch.setattr("lightning_roundpipe.updates.bucket_stepper.PIECE", 1)
+    else:
+        request.getfixturevalue("slow_optimizer")
+    held: dict[str, list[int]] = {"take": [], "take_wide": []}
+    for name, most in held.items():
+        monkeypatch.setattr(GradientPool, name, counting(getattr(GradientPool, name), most))
+    asked = Asked(monkeypatch)
+    plan = f"forward none; fused 0-{LAYERS}; backward none; round 2"
+    fit(asked, Module(), strategy={"reduce_dtype": "bfloat16", "plan": plan}, **options)
+    assert max(held["take_wide"]) == 1
+    assert max(held["take"]) == LAYERS if options else 1 <= max(held["take"]) <= 4
+
+
+def counting(real: Any, most: list[int]) -> Any:
+    """``real``, which notes how many of the blocks that it gave live, once the first window is over."""
+    given: list[weakref.ref[Any]] = []
+
+    def take(pool: GradientPool, nbytes: int) -> Any:
+        block = real(pool, nbytes)
+        given[:] = [ref for ref in given if (other := ref()) is not None and other is not block]
+        given.append(weakref.ref(block))
+        if pool.keeps:
+            most.append(len(given))
+        return block
+
+    return take
 
 
 @pytest.mark.parametrize("why", ["clipping by norm", "a hook that finds .grad"])
@@ -162,7 +199,7 @@ class _Step:
 
 def waiting(pool: GradientPool) -> threading.Thread:
     """A download that waits until the pool is not full."""
-    thread = threading.Thread(target=pool.wait, args=(CancelScope(),), daemon=True)
+    thread = threading.Thread(target=pool.wait, args=(pool.is_full, BYTES, CancelScope()), daemon=True)
     thread.start()
     thread.join(0.05)
     assert thread.is_alive()
@@ -170,23 +207,23 @@ def waiting(pool: GradientPool) -> threading.Thread:
 
 
 def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
-    layout, pool = GradientLayout(layer), GradientPool(layer.device, limit=1)
-    held = pool.take(layout)
-    assert not pool.is_full, "no step uses gradients layer by layer"
+    pool = GradientPool(layer.device, limit=BYTES)
+    held = pool.take(BYTES)
+    assert not pool.is_full(BYTES), "no step uses gradients layer by layer"
     pool.draining = step = _Step()
     thread = waiting(pool)
-    pool.give(held, layout, None, lent=False)
+    pool.give(held, None)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    pool.take(layout)
+    pool.take(BYTES)
     step.has_ready = False
-    pool.wait(CancelScope())  # the optimizer lacks gradients, which may be those that wait
+    pool.wait(pool.is_full, BYTES, CancelScope())  # the optimizer lacks gradients, which may be those that wait
 
 
 def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     """It may be the last complete one, and the optimizer lacks what waits."""
     pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
-    pool.take(GradientLayout(layer))
+    pool.take(BYTES)
     pool.draining = readiness
     readiness.passed(())
     thread = waiting(pool)

@@ -122,10 +122,40 @@ def test_forms_of_moments_and_gradients_in_flight(form: str, weight: int, moment
     known = Parameters(trained, 0, 2, optimizer_state=form, shares=True, by_layer=True)
     one_round = {item.name: item.nbytes for item in host_items(plan, costs, known, workers=1, microbatches=4)}
     boundaries = sum(nbytes for name, nbytes in one_round.items() if name.startswith("boundary"))
-    in_flight = 4 * 4 * each  # of two layers a worker, and two more
+    in_flight = 3 * 4 * each  # of a layer a worker, and two more
     first_window = 4 * trained
     assert sum(one_round.values()) - boundaries == weight * trained + max(
         math.ceil(moments * trained) + in_flight, first_window
     )
     rounds = host_items(plan, costs, known, workers=1, microbatches=8)
     assert next(item.nbytes for item in rounds if item.name == "gradients, fp32") == 4 * trained
+
+
+@pytest.mark.parametrize(
+    ("by_layer", "microbatches", "gradients"),
+    [
+        # What is in flight travels in half the bytes, and is used a layer at a time.
+        (True, 4, 3 * 2 + 4),
+        # With clipping by norm, all is there as it has come.
+        (False, 4, 40 * 2 + 4),
+        # Rounds are summed, and what arrives is added.
+        (True, 8, 40 * 4 + 3 * 2),
+    ],
+)
+def test_narrow_gradients_stay_as_they_have_come_if_nothing_is_added(
+    by_layer: bool, microbatches: int, gradients: int
+) -> None:
+    layers, each = 40, 10_000
+    costs = Costs(tuple(call(str(i), gradients=4 * each, reduced_bytes=2 * each) for i in range(layers)))
+    known = Parameters(layers * each, 0, 2, shares=True, by_layer=by_layer)
+    items = host_items(Plan.per_call(layers, 4), costs, known, workers=1, microbatches=microbatches)
+    assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
+
+
+def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_them() -> None:
+    layers, each = 40, 10_000
+    costs = Costs(tuple(call(str(i), gradients=4 * each, reduced_bytes=2 * each) for i in range(layers)))
+    known = Parameters(layers * each, 0, 2, optimizer_state="int8", shares=True, by_layer=True)
+    for microbatches, gradients in ((1, 3 * 2 + 4), (4, 40 * 4 + 2)):  # one: moments in int8 are more than that later
+        items = host_items(Plan.per_call(layers, 4), costs, known, workers=1, microbatches=microbatches)
+        assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
