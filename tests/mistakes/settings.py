@@ -153,6 +153,7 @@ PLANS = [
                 "forward; fused 0-5; backward none; round 2",
                 "forward 0-3; fused 4 5; backward 0-3; round 2",
                 "forward 0-3; fused 4-5; backward 0-3; round two",
+                "forward 0-3; fused 4-5; backward 0-3; round 99999999999999999999",
             )
         ),
     ),
@@ -200,10 +201,10 @@ PLANS = [
     ),
     Mistake(
         SECTION,
-        "`stage_seconds` is no number, 0 or negative",
+        "`stage_seconds` is no number, not finite, 0 or negative",
         "stage_seconds=… must be",
-        "a number of more than 0 seconds",
-        tuple(options(stage_seconds=s) for s in (0, "long", float("nan"))),
+        "a number of more than 0 seconds; None lets stages take any time",
+        tuple(options(stage_seconds=s) for s in (0, "long", float("nan"), float("inf"), 1e300)),
     ),
     Mistake(
         SECTION,
@@ -374,6 +375,13 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "an option of the Trainer",
+        "RoundPipeStrategy has no option …",
+        "It is an option of the Trainer",
+        (options(accumulate_grad_batches=8), options(callbacks=[])),
+    ),
+    Mistake(
+        SECTION,
         "`overlap` is neither true nor false",
         "overlap=… must be",
         "True or False",
@@ -412,7 +420,7 @@ OTHERS = [
         "`token_tiles` is no number of tokens",
         "token_tiles=… must be a whole number of tokens of at least 1",
         "such numbers, as {'mlp': 1024}, or None for no tiles",
-        (options(token_tiles=0), options(token_tiles="auto"), options(token_tiles={"mlp": 0.5})),
+        tuple(options(token_tiles=tiles) for tiles in (0, "auto", {"mlp": 0.5}, {"": 3})),
     ),
     Mistake(
         SECTION,
@@ -448,6 +456,13 @@ OTHERS = [
         "optimizer_device=… must be",
         "'cpu', or 'worker' to step on workers' devices what the host has no fused kernel for",
         (options(optimizer_device="cuda"), options(optimizer_device=None)),
+    ),
+    Mistake(
+        SECTION,
+        "`optimizer_state` is none of its values",
+        "optimizer_state=… is no form of an optimizer's moments",
+        "set 'fp32', which is exact, 'bf16' for half the bytes, or 'int8' for a quarter",
+        (options(optimizer_state="fp16"), options(optimizer_state=["int8"])),
     ),
     Mistake(
         SECTION,
@@ -556,6 +571,13 @@ def _lbfgs_in_fp16(user: User) -> None:
 
 SECTION = "The Trainer"
 TRAINER = [
+    Mistake(
+        SECTION,
+        "`accumulate_grad_batches` is 0 or no whole number",
+        "accumulate_grad_batches=… must be",
+        "a whole number of batches, at least 1",
+        tuple(trainer(accumulate_grad_batches=n) for n in (0, 2.5, "2")),
+    ),
     Mistake(
         SECTION,
         "a precision that is not supported",
