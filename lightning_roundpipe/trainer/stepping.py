@@ -69,6 +69,8 @@ class Stepping:
         """The state of `listening` for which the way of stepping was chosen."""
         self._window = range(0)
         """The batches of the window that began last, by the number of batches processed before each."""
+        self._stepped = False
+        """Whether the optimizer's thread was given a step since the window that began last."""
         self._settle = FlushOptimizer(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
@@ -267,6 +269,7 @@ class Stepping:
         updates = self._engine.updates
         if updates is not None and not plugin.skipped:
             updates.submit(clips[-1] if clips else None)  # [3]
+            self._stepped = True
         return result
 
     def begin(self, span: int, accumulated: dict[str, Tensor]) -> bool:
@@ -278,9 +281,20 @@ class Stepping:
 
         Returns:
             Whether gradients of earlier windows are dropped.
+
+        Raises:
+            RoundPipeError: Lightning would add to gradients that a step has used, and these are gone.
         """
         self.choose()
         zero_grad = self.starts_accumulation()
+        stepped, self._stepped = self._stepped, False
+        if stepped and not zero_grad:
+            batches, batch = self._trainer.accumulate_grad_batches, self._trainer.fit_loop.epoch_loop.batch_idx
+            raise RoundPipeError(
+                f"accumulate_grad_batches was changed to {batches} at batch {batch} of an epoch, which is no multiple "
+                "of it: Lightning zeroes gradients at multiples only, and would add to those that the last step has "
+                "used. Change it at a multiple, or between epochs, as GradientAccumulationScheduler does."
+            )
         if not zero_grad:
             self._restore(accumulated)
         accumulated.clear()
