@@ -42,9 +42,8 @@ from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.memory.module_buffers import BufferValue, ReplicaBuffers
 from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.model.attributes import Contents, StateDiff
-from lightning_roundpipe.model.cast_weights import CastWatcher
+from lightning_roundpipe.model.cast_weights import CastWatcher, RoundedWeight
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
