@@ -188,7 +188,7 @@ OPTIMIZER_STATES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
 
 def optimizer_state_of(value: Any, name: str = "optimizer_state") -> str:
     """Return one of `OPTIMIZER_STATES`. ``name``: the setting."""
-    if value not in OPTIMIZER_STATES:
+    if not isinstance(value, str) or value not in OPTIMIZER_STATES:
         raise ValueError(
             f"{name}={value!r} is no form of an optimizer's moments: set 'fp32', which is exact, 'bf16' for half the "
             "bytes, or 'int8' for a quarter."
@@ -339,8 +339,10 @@ class Options:
         seconds = self.stage_seconds
         if seconds is None:
             return
-        if not (is_number(seconds) and seconds > 0):
-            raise ValueError(f"stage_seconds={seconds!r} must be a number of more than 0 seconds.")
+        if not (is_number(seconds) and 0 < seconds < 10**9):
+            raise ValueError(
+                f"stage_seconds={seconds!r} must be a number of more than 0 seconds; None lets stages take any time."
+            )
         if self.plan_text is not None:
             raise ValueError(
                 f"stage_seconds={seconds!r} says how long stages may be, and plan= says where each ends: set only one "
@@ -356,7 +358,7 @@ class Options:
         tiles: Any = self.token_tiles
         if tiles is None:
             return
-        named = isinstance(tiles, Mapping) and len(tiles) > 0 and all(isinstance(name, str) for name in tiles)
+        named = isinstance(tiles, Mapping) and len(tiles) > 0 and all(isinstance(name, str) and name for name in tiles)
         if not all(is_whole(n) and n >= 1 for n in (tiles.values() if named else [tiles])):
             raise ValueError(
                 f"token_tiles={tiles!r} must be a whole number of tokens of at least 1, a mapping of modules' names to "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,7 @@ from lightning_roundpipe.trainer.refusals import (
     refuse_plan,
     refuse_scripted,
     refuse_strange_checkpoint,
+    refuse_window,
     unfitting_weights,
     unreadable_checkpoint,
 )
@@ -200,7 +202,8 @@ class RoundPipeStrategy(SeveralMachines):
     ) -> None:
         if unknown:
             name, known = next(iter(unknown)), [field.name for field in dataclasses.fields(Options)]
-            raise TypeError(f"RoundPipeStrategy has no option {name!r}.{did_you_mean(name, known)}")
+            trainers = " It is an option of the Trainer." if name in inspect.signature(Trainer).parameters else ""
+            raise TypeError(f"RoundPipeStrategy has no option {name!r}.{trainers or did_you_mean(name, known)}")
         self.options = Options(
             num_microbatches=num_microbatches, microbatch_size=microbatch_size, round_microbatches=round_microbatches,
             layers=layers, plan=plan, loss_weight=loss_weight, overlap=overlap, staleness=staleness,
@@ -293,6 +296,8 @@ class RoundPipeStrategy(SeveralMachines):
         refuse_layer_sync(self._layer_sync)
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_module(module, self.options, fitting=fitting)
+        if fitting:
+            refuse_window(trainer.accumulate_grad_batches)
         refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         prepare(module)
         self.model = self._precision.prepare(module, fitting=fitting)

@@ -37,7 +37,7 @@ from lightning_roundpipe.planning.span import Span
 
 _TEXT = re.compile(
     r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) "
-    r"round (?P<round>\d+)(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
+    r"round (?P<round>[0-9]{1,6})(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
     r"(?: carry (?P<carry>[^a-z]+))?"
 )
 _EXAMPLE = "'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"

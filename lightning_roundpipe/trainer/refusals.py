@@ -11,6 +11,7 @@ import os
 import textwrap
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -83,6 +84,15 @@ def refuse_several_machines(module: LightningModule) -> None:
         raise MisconfigurationException(
             "automatic_optimization=False with several machines: the module's own steps would each see the gradients "
             "of one machine. Set num_nodes=1, or automatic_optimization=True."
+        )
+
+
+def refuse_window(batches: object) -> None:
+    """Raise for an ``accumulate_grad_batches`` that counts no batches. Lightning's Trainer takes any value."""
+    if not (isinstance(batches, Integral) and batches):
+        raise MisconfigurationException(
+            f"accumulate_grad_batches={batches!r} must be a whole number of batches, at least 1: they are the "
+            "microbatches of a step."
         )
 
 

@@ -69,6 +69,8 @@ class Stepping:
         """The state of `listening` for which the way of stepping was chosen."""
         self._window = range(0)
         """The batches of the window that began last, by the number of batches processed before each."""
+        self._stepped = False
+        """Whether the optimizer's thread was given a step since the window that began last."""
         self._settle = FlushOptimizer(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
@@ -258,13 +260,27 @@ class Stepping:
         updates = self._engine.updates
         if updates is not None and not plugin.skipped:
             updates.submit(clips[-1] if clips else None)  # [3]
+            self._stepped = True
         return result
 
     def begin(self, span: int) -> bool:
-        """Prepare a window of ``span`` batches. Return whether gradients of earlier windows are dropped."""
+        """Prepare a window of ``span`` batches. Return whether gradients of earlier windows are dropped.
+
+        Raises:
+            RoundPipeError: Lightning would add to gradients that a step has used, and these are gone.
+        """
         self.choose()
+        zero_grad = self.starts_accumulation()
+        stepped, self._stepped = self._stepped, False
+        if stepped and not zero_grad:
+            batches, batch = self._trainer.accumulate_grad_batches, self._trainer.fit_loop.epoch_loop.batch_idx
+            raise RoundPipeError(
+                f"accumulate_grad_batches was changed to {batches} at batch {batch} of an epoch, which is no multiple "
+                "of it: Lightning zeroes gradients at multiples only, and would add to those that the last step has "
+                "used. Change it at a multiple, or between epochs, as GradientAccumulationScheduler does."
+            )
         self._window = range(self._processed(), self._processed() + span)
-        return self.starts_accumulation()
+        return zero_grad
 
     def is_within_window(self) -> bool:
         """Return whether a window has begun of which Lightning has not finished all batches."""

@@ -145,13 +145,19 @@ class Window:
         """Return what ``training_step`` has returned for the batch that the loop has come to [2].
 
         Raises:
-            RoundPipeError: the loop has skipped a batch of the window.
+            RoundPipeError: the loop has skipped a batch of the window, or the window's length was changed within it.
             Exception: what ``training_step`` has raised for this batch [3].
         """
         expected, microbatches = self._batches.pop(0)
         batch, self._come_to = self._come_to, self._come_to + 1
         if expected != self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             raise RoundPipeError(self.skipped())
+        if batch and self._trainer.accumulate_grad_batches != self._accumulated:
+            raise RoundPipeError(
+                f"accumulate_grad_batches was changed to {self._trainer.accumulate_grad_batches} within a window of "
+                f"{self._accumulated}, whose batches have all been trained on: change it behind the last batch of a "
+                "window, or between epochs, as GradientAccumulationScheduler does."
+            )
         result = self._result
         if microbatches[-1] >= len(result.microbatches):
             assert result.error is not None

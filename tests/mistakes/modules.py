@@ -399,6 +399,22 @@ MODULES = [
                 _Skips(mlp()), trainer={"accumulate_grad_batches": 4, "max_epochs": 2, "max_steps": -1}
             ),  # found when the next epoch begins
         ), finished=2),
+    Mistake(SECTION, "`accumulate_grad_batches` is changed within a window",
+        "accumulate_grad_batches was changed to … within a window of …",
+        "change it behind the last batch of a window, or between epochs, as GradientAccumulationScheduler does",
+        tuple(
+            lambda user, length=length: user.fit(
+                trainer={"accumulate_grad_batches": 4, "callbacks": [_ChangesTheWindow(length)]}
+            )
+            for length in (1, 2, 6)
+        ), finished=1),
+    Mistake(SECTION, "`accumulate_grad_batches` is changed at a batch that is no multiple of it",
+        "accumulate_grad_batches was changed to … at batch … of an epoch, which is no multiple of it",
+        "Change it at a multiple, or between epochs, as GradientAccumulationScheduler does",
+        tuple(
+            lambda user, length=length: user.fit(trainer={"callbacks": [_BeginsLongerWindows(length)]})
+            for length in (2, 3)
+        ), finished=1),
 ]  # fmt: skip
 
 
@@ -426,6 +442,24 @@ class _Prunes(zoo.PlainClassifier):
 class _Skips(zoo.PlainClassifier):
     def on_train_batch_start(self, batch: zoo.Batch, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
+
+
+class _ChangesTheWindow(pl.Callback):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.accumulate_grad_batches = self.length
+
+
+class _BeginsLongerWindows(pl.Callback):
+    roundpipe_passive_hooks = True
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        trainer.accumulate_grad_batches = self.length if batch_idx else 1
 
 
 def _nested(user: User) -> None:

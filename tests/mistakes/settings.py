@@ -90,6 +90,7 @@ PLANS = [
                 "forward; fused 0-5; backward none; round 2",
                 "forward 0-3; fused 4 5; backward 0-3; round 2",
                 "forward 0-3; fused 4-5; backward 0-3; round two",
+                "forward 0-3; fused 4-5; backward 0-3; round 99999999999999999999",
             )
         )),
     Mistake(SECTION, "`plan` has a range backwards", "plan: … is not a span of calls",
@@ -107,8 +108,9 @@ PLANS = [
     Mistake(SECTION, "`plan` and `round_microbatches` contradict each other",
         "plan: it says 'round …', and round_microbatches=…", "set only the plan",
         (options(plan="forward 0-3; fused 4-5; backward 0-3; round 2", round_microbatches=3),)),
-    Mistake(SECTION, "`stage_seconds` is no number, 0 or negative", "stage_seconds=… must be",
-        "a number of more than 0 seconds", tuple(options(stage_seconds=s) for s in (0, "long", float("nan")))),
+    Mistake(SECTION, "`stage_seconds` is no number, not finite, 0 or negative", "stage_seconds=… must be",
+        "a number of more than 0 seconds; None lets stages take any time",
+        tuple(options(stage_seconds=s) for s in (0, "long", float("nan"), float("inf"), 1e300))),
     Mistake(SECTION, "`stage_seconds` and `plan` are both set",
         "stage_seconds=… says how long stages may be, and plan= says where each ends", "set only one of them",
         (options(stage_seconds=1.0, plan="forward 0-3; fused 4-5; backward 0-3; round 2"),)),
@@ -194,6 +196,8 @@ OTHERS = [
         tuple(options(staleness=given) for given in (2, "0"))),
     Mistake(SECTION, "an option that does not exist", "RoundPipeStrategy has no option …",
         "Did you mean num_microbatches?", (options(num_micro_batches=8),)),
+    Mistake(SECTION, "an option of the Trainer", "RoundPipeStrategy has no option …",
+        "It is an option of the Trainer", (options(accumulate_grad_batches=8), options(callbacks=[]))),
     Mistake(SECTION, "`overlap` is neither true nor false", "overlap=… must be", "True or False",
         (options(overlap="no"), options(overlap=0))),
     Mistake(SECTION, "`evaluation_batches` is no number, 0 or negative", "evaluation_batches=… must be",
@@ -209,7 +213,7 @@ OTHERS = [
     Mistake(SECTION, "`token_tiles` is no number of tokens",
         "token_tiles=… must be a whole number of tokens of at least 1",
         "such numbers, as {'mlp': 1024}, or None for no tiles",
-        (options(token_tiles=0), options(token_tiles="auto"), options(token_tiles={"mlp": 0.5}))),
+        tuple(options(token_tiles=tiles) for tiles in (0, "auto", {"mlp": 0.5}, {"": 3}))),
     Mistake(SECTION, "`token_tiles` and `compile_layers`", "token_tiles=… and compile_layers are both set",
         "set only one of them", (options(token_tiles=1024, compile_layers=True),)),
     Mistake(SECTION, "`pin_memory` is none of its values", "pin_memory=… must be", "'auto', 'on' or 'off'",
@@ -222,6 +226,10 @@ OTHERS = [
     Mistake(SECTION, "`optimizer_device` is neither cpu nor worker", "optimizer_device=… must be",
         "'cpu', or 'worker' to step on workers' devices what the host has no fused kernel for",
         (options(optimizer_device="cuda"), options(optimizer_device=None))),
+    Mistake(SECTION, "`optimizer_state` is none of its values",
+        "optimizer_state=… is no form of an optimizer's moments",
+        "set 'fp32', which is exact, 'bf16' for half the bytes, or 'int8' for a quarter",
+        (options(optimizer_state="fp16"), options(optimizer_state=["int8"]))),
     Mistake(SECTION, "`optimizer_device=worker`, and moments in fewer bytes",
         "optimizer_state=… is for the host's fused kernel of Adam and AdamW", "set only one of them",
         (options(optimizer_device="worker", optimizer_state="bf16"),)),
@@ -280,6 +288,9 @@ def _lbfgs_in_fp16(user: User) -> None:
 
 SECTION = "The Trainer"
 TRAINER = [
+    Mistake(SECTION, "`accumulate_grad_batches` is 0 or no whole number",
+        "accumulate_grad_batches=… must be", "a whole number of batches, at least 1",
+        tuple(trainer(accumulate_grad_batches=n) for n in (0, 2.5, "2"))),
     Mistake(SECTION, "a precision that is not supported", "precision='…' is not supported by the roundpipe strategy",
         "use 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true. For fp8 products, "
         "also convert the model's layers with torchao.float8.convert_to_float8_training",
