@@ -95,6 +95,7 @@ class TestCalls:
         self.now = 0.0
         monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(bench_gpu, "run_apart", self.run_apart)
+        monkeypatch.setattr(bench_gpu, "SLOWER", 1)
 
     def run_apart(self, name: str, device: str, folder: Path, seconds: float) -> dict[str, Any]:
         self.ran.append(name)
