@@ -79,12 +79,10 @@ def test_losses_of_a_traced_step() -> None:
 
 
 def test_what_a_piece_has_found_stays_if_its_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = tmp_path / "slow.py"
-    slow.write_text("import sys, time, pathlib\n"
-                    "pathlib.Path(sys.argv[-1], 'longest_ours.json').write_text('{\"longest\": 64}')\n"
-                    "time.sleep(600)\n")  # fmt: skip
+    (tmp_path / "longest_ours.json").write_text('{"longest": 64}')
+    (slow := tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     monkeypatch.setattr(bench_gpu, "SCRIPT", slow)
-    found = bench_gpu.run_apart("longest_ours", "cpu", tmp_path, 3)
+    found = bench_gpu.run_apart("longest_ours", "cpu", tmp_path, 0.5)
     assert found["longest"] == 64 and "not done" in found["stopped"]
 
 
@@ -97,6 +95,7 @@ class TestCalls:
         self.now = 0.0
         monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(bench_gpu, "run_apart", self.run_apart)
+        monkeypatch.setattr(bench_gpu, "SLOWER", 1)
 
     def run_apart(self, name: str, device: str, folder: Path, seconds: float) -> dict[str, Any]:
         self.ran.append(name)
