@@ -73,9 +73,11 @@ def _facts(found: Outlook) -> list[str]:
             lines.append(f"The {found.microbatches} rounds of a step run side by side.{alone}")
         if carry := found.plan.carry:
             sizes = carried_bytes(found.plan, found.costs, found.workers)
+            least = found.plan.carry_least
+            which = f" with at least {least:,} FLOPs a byte" if least else ""
             lines.append(
-                f"Carried: products of {len(carry)} of {plural(found.plan.fused.first, 'call')} outside of the fused "
-                f"stage go to the host ({sizes / 2**30:,.0f} GiB) and come back, and are not computed again."
+                f"Carried: products{which} of {len(carry)} of {plural(found.plan.fused.first, 'call')} outside of the "
+                f"fused stage go to the host ({sizes / 2**30:,.0f} GiB) and come back, and are not computed again."
             )
         if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
             way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'

@@ -203,8 +203,11 @@ def _downloaded(
 def download_parts(
     whole: Tensor, parts: Iterable[tuple[Tensor, Tensor]], home: Device, recorder: Recorder, microbatch: int
 ) -> HostTensor:
-    """Enqueue copies of tensors on ``home`` that nobody writes to, each to its part of ``whole`` on the host."""
-    stream = home.activations_down
+    """Enqueue copies of tensors on ``home`` that nobody writes to, each to its part of ``whole`` on the host.
+
+    They go in chunks, with gradients: a worker may wait for activations, and for these only in backward.
+    """
+    stream = home.gradients_down
     stream.wait(home.compute.record())
     start = stream.record(timed=True)
     for to, of in parts:

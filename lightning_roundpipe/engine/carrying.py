@@ -32,6 +32,7 @@ from lightning_roundpipe.devices.base import check_copy
 from lightning_roundpipe.engine.activations import download_parts
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.planning.meter import flops_of
 
 COPIES = "carried products"
 _C: Any = torch._C
@@ -53,9 +54,13 @@ class Place(NamedTuple):
         start = end + -end % ALIGNED + apart(tensor) * size
         return cls(start, reach(tensor) * size, tensor.dtype, tensor.shape, tensor.stride())
 
+    def bytes_of(self, block: Tensor) -> Tensor:
+        """Return its bytes in ``block``."""
+        return block[self.start : self.start + self.nbytes]
+
     def within(self, block: Tensor) -> Tensor:
         """Return the tensor in ``block``, with a version counter of its own."""
-        part = block[self.start : self.start + self.nbytes].view(self.dtype)
+        part = self.bytes_of(block).view(self.dtype)
         return part.as_strided(self.shape, self.stride).data
 
 
@@ -110,10 +115,10 @@ class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_product(func):
             return func(*args, **(kwargs or {}))
-        return self.product(func, functools.partial(func, *args, **(kwargs or {})))
+        return self.product(func, args, kwargs or {})
 
-    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
-        """Return the outputs of a product. ``compute`` computes them."""
+    def product(self, operation: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Return what a product returns."""
         raise NotImplementedError
 
 
@@ -148,15 +153,19 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
     Args:
         device: the device that it runs on.
         draws: whether the layer draws random numbers.
+        least: least FLOPs for each byte of outputs of products that are carried.
     """
 
-    def __init__(self, device: Device, *, draws: bool) -> None:
-        self._device, self._draws = device, draws
+    def __init__(self, device: Device, *, draws: bool, least: int = 0) -> None:
+        self._device, self._draws, self._least = device, draws, least
         self._made: list[Product] = []
 
-    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
-        device, returned = self._device, compute()
-        if (outputs := _outputs(returned, device)) is not None:
+    def product(self, operation: OpOverload, args: Any, kwargs: Any) -> Any:
+        device, returned = self._device, operation(*args, **kwargs)
+        outputs = _outputs(returned, device)
+        if outputs is not None and self._least and _intensity(operation, args, kwargs, returned, device) < self._least:
+            outputs = None
+        if outputs is not None:
             outputs = [_copy(t) if _travels(t, device) else t for t in outputs]
             device.track_until_freed([t for t in outputs if _travels(t, device)], COPIES)
         drew = self._draws and torch.Tag.nondeterministic_seeded in operation.tags
@@ -174,7 +183,7 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
         if not end:
             return NOTHING_CARRIED
         block = device.host_like(torch.empty(end, dtype=torch.uint8, device="meta"))
-        parts = [(places[id(copy)].within(block), copy) for copy in copies]
+        parts = [(places[id(copy)].bytes_of(block), _flat(copy)) for copy in copies]
         gone = [p._replace(outputs=p.outputs and [places.get(id(t), t) for t in p.outputs]) for p in made]
         return Carried(gone, [download_parts(block, parts, device, recorder, microbatch)])
 
@@ -192,11 +201,11 @@ class Returning(_ProductMode):  # type: ignore[no-untyped-call]
         self._left, self._block, self._generator = iter(products), block, generator
         self._fits = True
 
-    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
+    def product(self, operation: OpOverload, args: Any, kwargs: Any) -> Any:
         made = next(self._left, None) if self._fits else None
         self._fits = made is not None and made.operation is operation
         if made is None or not self._fits or made.outputs is None:
-            return compute()
+            return operation(*args, **kwargs)
         if made.state is not None:
             self._generator.set_state(made.state)
         outputs = [value.within(self._block) if isinstance(value, Place) else value for value in made.outputs]
@@ -213,15 +222,12 @@ class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
     Args:
         device: the device that it runs on.
         clock: returns a point of time, as a number or a timed event.
-
-    Attributes:
-        nbytes: of the outputs.
     """
 
     def __init__(self, device: Device, clock: Callable[[], Any]) -> None:
         self._device, self._clock = device, clock
-        self.nbytes = 0
-        self._times: list[Any] = []
+        self._made: list[tuple[int, int, Any, Any]] = []
+        """Of each product FLOPs for each byte of its outputs, these bytes, and when it began and ended."""
 
     def __enter__(self) -> Measuring:
         self._began = self._clock()
@@ -232,21 +238,40 @@ class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)
         self._ended = self._clock()
 
-    def product(self, operation: OpOverload, compute: Callable[[], Any]) -> Any:
+    def product(self, operation: OpOverload, args: Any, kwargs: Any) -> Any:
         began = self._clock()
-        returned = compute()
-        self._times.append((began, self._clock()))
-        self.nbytes += sum(t.nbytes for t in _outputs(returned, self._device) or () if _travels(t, self._device))
+        returned = operation(*args, **kwargs)
+        ended = self._clock()
+        if nbytes := _nbytes(returned, self._device):
+            self._made.append((_intensity(operation, args, kwargs, returned, self._device), nbytes, began, ended))
         return returned
 
-    def share(self) -> float:
-        """Return the products' share of the forward's time. Call it when the device is at rest."""
-        whole = _between(self._began, self._ended)
-        return min(1.0, sum(_between(*span) for span in self._times) / whole) if whole > 0 else 0.0
+    def shares(self) -> dict[int, tuple[int, float]]:
+        """Return, by FLOPs a byte, the products' bytes and share of the forward's time. The device is at rest."""
+        whole, found = _between(self._began, self._ended), dict[int, tuple[int, float]]()
+        for flops, nbytes, began, ended in self._made:
+            before, share = found.get(flops, (0, 0.0))
+            found[flops] = before + nbytes, share + (_between(began, ended) / whole if whole > 0 else 0.0)
+        return found
+
+
+def _nbytes(returned: Any, device: Device) -> int:
+    """Return the bytes of what a product has returned that travel."""
+    return sum(t.nbytes for t in _outputs(returned, device) or () if _travels(t, device))
+
+
+def _intensity(operation: OpOverload, args: Any, kwargs: Any, returned: Any, device: Device) -> int:
+    """Return the FLOPs of a product for each byte of its outputs."""
+    return int(flops_of(operation, args, kwargs, returned)) // max(1, _nbytes(returned, device))
 
 
 def _between(began: Any, ended: Any) -> float:
     return float(ended - began) if isinstance(began, float) else float(ended.time() - began.time())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor of any strides, gaps included: the link takes them in chunks."""
+    return tensor.as_strided((reach(tensor),), (1,)).view(torch.uint8)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -390,7 +390,7 @@ class Flight:
         context = self.context
         spec = StepSpec(
             seed=(), first=0, version=self._version, several=True, overlaps=False, shares_state=False, undisturbed=True,
-            updates=None, loss_weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry=frozenset(),
+            updates=None, loss_weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry={},
             thread_state=context.thread_state(), recorder=Recorder(), scope=self.scope,
         )  # fmt: skip
         return StepSlots(context, spec, trace)

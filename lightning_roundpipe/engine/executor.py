@@ -250,7 +250,7 @@ class Executor:
 
     def forward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, *, keep_graph: bool,
-        carries: bool = False,
+        carries: int | None = None,
     ) -> Outcome:  # fmt: skip
         """Run a call.
 
@@ -260,7 +260,8 @@ class Executor:
             inputs: its tensors on this worker.
             runner: the calling thread.
             keep_graph: whether the graph is kept for the backward.
-            carries: whether its products go to the host for the recomputation. Compiled code has none.
+            carries: least FLOPs a byte of products that go to the host for the recomputation; None: none does.
+                Compiled code has none.
 
         Returns:
             What user code gets.
@@ -275,8 +276,8 @@ class Executor:
         with self.device.track(tensors, INPUTS):
             meter = self._meter(call, tensors)
             gathering = None
-            if carries and not self._compiler.compiled:
-                gathering = Gathering(self.device, draws=layer.index in self._randomness.draws)
+            if carries is not None and not self._compiler.compiled:
+                gathering = Gathering(self.device, draws=layer.index in self._randomness.draws, least=carries)
             run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", gathering, grad=grad)
             found = run.tensors
             if gathering is not None and run.differentiable:
@@ -475,7 +476,7 @@ class Executor:
             if self._carries and kind == "forward" and call.is_taped and call.traced is not None:
                 record = functools.partial(self.device.compute.record, timed=True)
                 clock = record if counter is None else lambda: counter.work.seconds
-                call.traced.products = around.enter_context(Measuring(self.device, clock))
+                call.traced.seen = around.enter_context(Measuring(self.device, clock))
             yield
         if counter is not None:
             slot.spec.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)

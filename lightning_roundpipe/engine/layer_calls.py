@@ -139,8 +139,8 @@ class LayerCalls:
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
             worker, bring = executor.worker, activations.on
             worker.wait_for_copies(turns.runner)
-            carries = taped and slot.position is not None and call.index in self.spec.carry
-            if carries:
+            carries = self.spec.carry.get(call.index) if taped and slot.position is not None else None
+            if carries is not None:
                 worker.wait_for_products(turns.runner)
             if taped and not keeps:
                 call.inputs.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(given)]

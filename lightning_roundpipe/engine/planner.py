@@ -171,7 +171,7 @@ class Planner:
         if (text := options.plan_text) is not None:
             plan = Plan.parse(text)
             self._validate(plan, trace)
-            if without := [call for call in plan.carry if not trace.calls[call].product_bytes]:
+            if without := [call for call in plan.carry if not costs.calls[call].product_bytes(plan.carry_least)]:
                 self._hints.say(
                     "carry",
                     f"plan: {plural(len(without), 'call')} of carry have nothing that can be carried, as is so with "

@@ -72,7 +72,7 @@ class Step:
             loss_weights=weights,
             measures=plan is None and context.options.overlap,
             ahead=plan is not None and plan.recompute_ahead,
-            carry=frozenset(plan.carry if plan is not None else ()),
+            carry=dict.fromkeys(plan.carry, plan.carry_least) if plan is not None else {},
             thread_state=context.thread_state(),
             recorder=Recorder(),
             scope=CancelScope(self._failed),

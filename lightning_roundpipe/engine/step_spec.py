@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_roundpipe.batches.weights import LossWeights
@@ -28,7 +29,7 @@ class StepSpec:
         loss_weights: how much the microbatches count; also says how many there are.
         measures: whether a plan is to be made from it.
         ahead: whether a stage is recomputed before the gradients of its last call are there.
-        carry: calls whose products are carried.
+        carry: calls whose products are carried, with these products' least FLOPs a byte.
         thread_state: torch's modes of the thread that began it.
         recorder: records calls and copies.
         scope: carries its first error to all its threads.
@@ -46,7 +47,7 @@ class StepSpec:
     loss_weights: LossWeights
     measures: bool
     ahead: bool
-    carry: frozenset[int]
+    carry: Mapping[int, int]
     thread_state: TorchThreadState
     recorder: Recorder
     scope: CancelScope

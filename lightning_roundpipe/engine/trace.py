@@ -16,7 +16,7 @@ from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.crossing import Crossed
 
 _NOTHING = Crossed()
-_MOST = ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes", "product_bytes")
+_MOST = ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes")
 
 
 @dataclass
@@ -35,9 +35,9 @@ class TracedCall:
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
         worker: number of the worker that it ran on.
-        products: what was seen of its products.
-        product_bytes: size of the outputs of its products, if they can be carried.
-        product_share: of its forward's time that they take.
+        seen: what was seen of its products.
+        products: bytes of outputs of its products that can be carried, and their share of its forward's time, by FLOPs
+            for each byte.
     """
 
     layer: HostLayer
@@ -52,14 +52,8 @@ class TracedCall:
     returning_bytes: int = 0
     backward_held_bytes: int = 0
     crossed: Crossed = _NOTHING
-    products: Measuring | None = None
-    product_bytes: int = 0
-    product_share: float = 0.0
-
-    @property
-    def product_s(self) -> float:
-        """Seconds of its forward that its products take."""
-        return self.forward_s * self.product_share
+    seen: Measuring | None = None
+    products: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
     def cost(self, dtype: torch.dtype | None, unpack_s: Callable[[int], float]) -> CallCost:
         """Return its cost for the planner.
@@ -89,8 +83,9 @@ class TracedCall:
             unpacked_bytes=copies,
             unpack_s=unpacking_s,
             backward_unpack_s=unpacking_s if self.taped else 0.0,
-            product_bytes=self.product_bytes,
-            product_s=self.product_s,
+            products=tuple(
+                (flops, nbytes, share * self.forward_s) for flops, (nbytes, share) in sorted(self.products.items())
+            ),
             **dataclasses.asdict(self.crossed),
         )
 
@@ -135,9 +130,9 @@ class Trace:
             forwards = [s for kind in ("forward", "recompute") for s in seconds.get((kind, microbatch, index), ())]
             call.forward_s = min(forwards, default=0.0)
             call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
-            if call.products is not None and call.taped:
-                call.product_bytes, call.product_share = call.products.nbytes, call.products.share()
-            call.products = None
+            if call.seen is not None and call.taped:
+                call.products = call.seen.shares()
+            call.seen = None
 
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> Trace:
@@ -147,8 +142,10 @@ class Trace:
             if other is longest or other.names != longest.names:
                 continue
             for mine, theirs in zip(longest.calls, other.calls, strict=True):
-                for name in ("forward_s", "backward_s", "product_share"):
+                for name in ("forward_s", "backward_s"):
                     setattr(mine, name, min(getattr(mine, name), getattr(theirs, name)))
+                pairs = [(flops, made, theirs.products.get(flops, made)) for flops, made in mine.products.items()]
+                mine.products = {flops: (max(made[0], o[0]), min(made[1], o[1])) for flops, made, o in pairs}
                 for name in _MOST:
                     setattr(mine, name, max(getattr(mine, name), getattr(theirs, name)))
         return longest

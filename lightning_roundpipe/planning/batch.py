@@ -94,10 +94,11 @@ class Pace(NamedTuple):
     backward: Floats
 
     @classmethod
-    def of(cls, costs: Costs, *, carried: bool = False) -> Pace:
-        """Return the pace of calls that take ``costs``. ``carried``: whether all products are carried."""
+    def of(cls, costs: Costs, carried: int | None = None) -> Pace:
+        """Return the pace of calls that take ``costs``. ``carried``: see `Timing`."""
         forward = [call.forward_s for call in costs]
-        recompute = [call.recompute_s(carried=carried) if call.needs_backward else 0.0 for call in costs]
+        again = [call.forward_s if carried is None else call.recompute_s(carried) for call in costs]
+        recompute = [seconds if call.needs_backward else 0.0 for call, seconds in zip(costs, again, strict=True)]
         backward = [call.backward_s if call.needs_backward else 0.0 for call in costs]
         fused = [f + b for f, b in zip(forward, backward, strict=True)]
         return cls(*(np.concatenate([[0.0], np.cumsum(times)]) for times in (forward, fused, recompute, backward)))
@@ -128,7 +129,7 @@ class Timing:
         hop_s: seconds from one worker to another.
         work: limit of the search in estimated seconds.
         ahead: whether recomputation may run before the gradient is there.
-        carried: whether all products are carried.
+        carried: least FLOPs a byte of the products that all calls carry; None: none do.
 
     Attributes:
         pace: of the mean worker.
@@ -137,10 +138,10 @@ class Timing:
 
     def __init__(
         self, costs: Costs, workers: int, microbatches: int, staleness: int, hop_s: float, work: float, *,
-        ahead: bool = True, carried: bool = False,
+        ahead: bool = True, carried: int | None = None,
     ) -> None:  # fmt: skip
-        self.pace = Pace.of(costs, carried=carried)
-        self.each = for_each([costs.on(worker) for worker in range(workers)], lambda one: Pace.of(one, carried=carried))
+        self.pace = Pace.of(costs, carried)
+        self.each = for_each([costs.on(worker) for worker in range(workers)], lambda one: Pace.of(one, carried))
         self.workers, self.microbatches, self.staleness, self.ahead = workers, microbatches, staleness, ahead
         self._hop_s = hop_s if workers > 1 else 0.0
         self.work_left = work

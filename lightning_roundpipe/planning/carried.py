@@ -1,17 +1,20 @@
-"""Plans that carry products: which calls, in rounds of how many microbatches.
+"""Plans that carry products: of which calls, which of their products, in rounds of how many microbatches.
 
-A carried call's products go to the host behind its forward and come back before its backward, so no product is computed
-again. They take the link in both directions, and host memory for every microbatch of a round. So rounds are short: the
-search tries a few sizes, cuts stages for calls whose recomputation is short, and carries as many calls as pay. These
-are spread evenly, because a worker computes the others while products are on their way.
+Products of a carried call go to the host behind its forward and come back before its backward, so they are not computed
+again. They take the link in both directions, and host memory for every microbatch of a round. So rounds are short, and
+where the link or the host limits what is carried, products with many FLOPs for each byte come first: the output of a
+product of inner size K takes K FLOPs a byte in 16 bits, and attention's as many as there are tokens, twice. Carried
+calls are spread evenly, because a worker computes the others while products are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 from lightning_roundpipe.planning.batch import Timing
 from lightning_roundpipe.planning.costs import Costs
@@ -25,22 +28,51 @@ from lightning_roundpipe.planning.search import WORK_PER_SECOND, PlanSearch, bas
 _SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 """Shares of the calls to carry, tried until fewer are slower."""
 
+_ROUNDS = (1.5, 2, 3, 4)
+"""Sizes of rounds to try: so many microbatches for each worker, in equal rounds."""
+
+_APART = 1.5
+"""Kinds of products differ by at least this factor in their FLOPs a byte."""
+
 _WORTH = 0.01
 """A plan that takes more host memory must be faster by this share."""
 
-_CUTS = 4
+_NEAR_BOUND = 0.98
+"""Several workers do not come nearer to the least seconds of a step: fill, drain and copies take more."""
+
+_CUTS = 2
 """Most ways to cut stages that are judged, for each size of rounds."""
 
 _WORK = 0.1
 """Share of a search's work for cutting the stages of each size of rounds."""
 
 
-def spread(plan: Plan, costs: Costs, share: float) -> Plan:
-    """Return the plan with a share of the calls of its backward stages carried, evenly spread."""
-    able = [call for call in range(plan.fused.first) if costs.calls[call].product_bytes]
+def spread(plan: Plan, costs: Costs, share: float, least: int = 0) -> Plan:
+    """Return the plan with a share of the calls of its backward stages carried, evenly spread.
+
+    ``least``: least FLOPs a byte of the products that are carried.
+    """
+    able = [call for call in range(plan.fused.first) if costs.calls[call].product_bytes(least)]
     count = round(share * len(able))
-    kept = (call for at, call in enumerate(able) if at * count // len(able) < (at + 1) * count // len(able))
-    return replace(plan, carry=tuple(kept), recompute_ahead=plan.recompute_ahead and not count)
+    kept = tuple(call for at, call in enumerate(able) if at * count // len(able) < (at + 1) * count // len(able))
+    ahead = plan.recompute_ahead and not count
+    return replace(plan, carry=kept, carry_least=least if kept else 0, recompute_ahead=ahead)
+
+
+def kinds(costs: Costs) -> list[int]:
+    """Return least FLOPs a byte for all products, for all but the cheapest kind, and so on; empty if there are none."""
+    found = sorted({flops for call in costs.calls[:-1] for flops, *_ in call.products})
+    between = [round(math.sqrt(one * other)) for one, other in pairwise(found) if other >= _APART * max(1, one)]
+    return [0, *between] if found else []
+
+
+def least_s(plan: Plan, costs: Costs, workers: int, microbatches: int) -> float:
+    """Return the least seconds of a step: all workers always compute."""
+    found = 0.0
+    for number, call in enumerate(costs.carrying(plan.carry, plan.carry_least)):
+        again = call.forward_s if number < plan.fused.first and call.needs_backward else 0.0
+        found += costs.calls[number].time_s("fused") + again
+    return found * microbatches / workers
 
 
 def carrying_within(
@@ -72,56 +104,65 @@ def carrying_within(
         judged: how many plans near the best one ``judge`` is asked about.
         cuts: whether stages may be cut otherwise than in ``plan``.
     """
-    if not any(call.product_bytes for call in costs.calls[:-1]):
-        return plan
-    judge, best, hop_s = cache(judge), plan, host.hop_s if host else 0.0
-    memory = _less(limits.memory, (PRODUCTS + 1) * max(call.product_bytes for call in costs.calls[:-1]))
+    judge, work, hop_s = cache(judge), _WORK * search_seconds * WORK_PER_SECOND, host.hop_s if host else 0.0
+    found, found_s = plan, judge(plan) * (1 - _WORTH)
 
-    def finished(cut: Plan, share: float) -> Plan:
+    def finished(cut: Plan, share: float, least: int) -> Plan:
         """Return the plan that carries, or the one that carries nothing if products do not fit ahead of their turns."""
-        carrying = spread(cut, costs, share)
+        carrying = spread(cut, costs, share, least)
         if not fits(carrying, costs, workers, limits.memory, ahead=True):
             return plan
         return unpacked_within(carrying, costs, workers, microbatches, limits.memory)
 
-    def search(size: int, work: float) -> PlanSearch:
-        timing = Timing(costs, workers, microbatches, staleness, hop_s, work, ahead=False, carried=True)
-        return PlanSearch(timing, costs, replace(limits, min_round=size, max_round=size, memory=memory))
+    def within(size: int, least: int) -> Limits:
+        most = max(call.product_bytes(least) for call in costs.calls[:-1])
+        return replace(limits, min_round=size, max_round=size, memory=_less(limits.memory, (PRODUCTS + 1) * most))
 
-    work = _WORK * search_seconds * WORK_PER_SECOND
-    for size in _rounds(workers, microbatches, limits) if cuts else ():
-        inner = replace(limits, min_round=size, max_round=size, memory=memory)
-        with suppress(ValueError):  # a layer does not fit beside its products
-            found = [baseline_within(costs, workers, microbatches, inner)]
-            if work:
-                found = search(size, work).run(found[0], _CUTS)
-            best = min(
-                [best, *(_better(best, (finished(cut, share) for share in _SHARES), judge) for cut in found)], key=judge
-            )
-    best = _better(best, (finished(plan, share) for share in _SHARES), judge)
-    if not (best.carry and work):
-        return best
-    share = len(best.carry) / sum(bool(call.product_bytes) for call in costs.calls[: best.fused.first])
-    near = search(best.round_microbatches, work).near
-    return descent(best, judge, lambda found: (finished(other, share) for other in near(found)), judged)
+    def search(size: int, least: int) -> PlanSearch:
+        timing = Timing(costs, workers, microbatches, staleness, hop_s, work, ahead=False, carried=least)
+        return PlanSearch(timing, costs, within(size, least))
 
+    def hopeful(other: Plan) -> bool:
+        near = _NEAR_BOUND if workers > 1 else 1.0
+        return least_s(other, costs, workers, microbatches) < found_s * near
 
-def _better(best: Plan, others: Iterator[Plan], judge: Callable[[Plan], float]) -> Plan:
-    """Return the best of plans that carry less and less if it is worth it; stop where they become slower."""
-    found = None
-    for other in others:
-        if found is not None and judge(other) >= judge(found):
-            break
-        if other.carry and judge(other) < float("inf"):
-            found = other
-    return best if found is None or judge(found) >= judge(best) * (1 - _WORTH) else found
+    def fastest(cut: Plan, least: int) -> bool:
+        """Judge plans that carry less and less until they become slower. Returns whether one fits."""
+        nonlocal found, found_s
+        last = math.inf
+        for share in _SHARES:
+            other = finished(cut, share, least)
+            if not other.carry or (seconds := judge(other)) == math.inf:
+                continue
+            if seconds < found_s:
+                found, found_s = other, seconds
+            if seconds >= last or not hopeful(other):
+                return True
+            last = seconds
+        return last < math.inf
+
+    for least in kinds(costs):
+        fastest(plan, least)
+        for size in _rounds(workers, microbatches, limits) if cuts else ():
+            with suppress(ValueError):  # a layer does not fit beside its products
+                cut = baseline_within(costs, workers, microbatches, within(size, least))
+                if hopeful(spread(cut, costs, 1.0, least)) and fastest(cut, least) and work:
+                    for other in search(size, least).run(cut, _CUTS):
+                        fastest(other, least)
+    if not (found.carry and work):
+        return found
+    able = sum(bool(call.product_bytes(found.carry_least)) for call in costs.calls[: found.fused.first])
+    share, least = len(found.carry) / able, found.carry_least
+    near = search(found.round_microbatches, least).near
+    return descent(found, judge, lambda best: (finished(other, share, least) for other in near(best)), judged)
 
 
 def _rounds(workers: int, microbatches: int, limits: Limits) -> list[int]:
     """Return sizes of rounds to try, ascending: those of larger ones take more host memory."""
     least, most = limits.min_round, min(limits.max_round or microbatches, microbatches)
-    sizes = {least, least + 1, 2 * least, 4 * least}
-    return sorted(size for size in sizes if size <= most and (size > 1 or workers == 1))
+    counts = (max(1, round(microbatches / (times * workers))) for times in _ROUNDS)
+    sizes = {least, least + 1, *(-(-microbatches // count) for count in counts)}
+    return sorted(size for size in sizes if least <= size <= most and (size > 1 or workers == 1))
 
 
 def _less(memory: Memory | None, nbytes: int) -> Memory | None:

@@ -38,6 +38,7 @@ T = TypeVar("T")
 Phase = Literal["forward", "fused", "backward"]
 """Phase of a stage: forward; forward and backward in one; or recomputation and backward."""
 
+_TUPLES = ("shared", "passed", "products")
 _OPTIONAL = ("kept_bytes", "forward_bytes", "reduced_bytes")
 _OF_WEIGHTS = ("weight_bytes", "gradient_bytes", "reduced_bytes", "unpacked_bytes")
 """Sizes that do not depend on the microbatch."""
@@ -77,9 +78,8 @@ class CallCost:
         unpacked_bytes: copies of its packed weights, where a stage unpacks them once.
         unpack_s: seconds of a forward in which these are made, where each use makes its own. 0: only backward does.
         backward_unpack_s: the same of its backward.
-        product_bytes: outputs of its matrix products and attention, which a plan may carry (`Plan.carry`). 0: it
-            cannot be carried.
-        product_s: the part of ``forward_s`` that these take, which a recomputation leaves out if they are carried.
+        products: its matrix products and attention, which a plan may carry: FLOPs for each byte of outputs, bytes of
+            outputs, and the part of ``forward_s`` that they take, which a recomputation leaves out if they are carried.
     """
 
     layer: str
@@ -106,8 +106,7 @@ class CallCost:
     unpacked_bytes: int = 0
     unpack_s: float = 0.0
     backward_unpack_s: float = 0.0
-    product_bytes: int = 0
-    product_s: float = 0.0
+    products: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -129,9 +128,13 @@ class CallCost:
             return self.forward_s if phase == "fused" else 0.0
         return self.forward_s + self.backward_s
 
-    def recompute_s(self, *, carried: bool) -> float:
-        """Return the seconds of its recomputation, which are fewer if its products are carried."""
-        return max(0.0, self.forward_s - self.product_s) if carried else self.forward_s
+    def product_bytes(self, least: int = 0) -> int:
+        """Return the bytes of its products of at least so many FLOPs a byte; 0: of all."""
+        return sum(nbytes for flops, nbytes, _ in self.products if flops >= least)
+
+    def recompute_s(self, least: int) -> float:
+        """Return the seconds of its recomputation if its products of at least so many FLOPs a byte are carried."""
+        return max(0.0, self.forward_s - sum(seconds for flops, _, seconds in self.products if flops >= least))
 
     def unpacked_once(self, microbatches: int) -> CallCost:
         """What the call costs on average in a stage that unpacks its weights in the first of ``microbatches`` only."""
@@ -306,7 +309,10 @@ class Costs:
             tuple(
                 replace(
                     call, forward_s=forward, backward_s=back,
-                    product_s=call.product_s * forward / call.forward_s if call.forward_s else 0.0,
+                    products=tuple(
+                        (flops, nbytes, seconds * forward / call.forward_s if call.forward_s else 0.0)
+                        for flops, nbytes, seconds in call.products
+                    ),
                 )
                 for call, (forward, back) in pairs
             )
@@ -332,13 +338,13 @@ class Costs:
             return self
         return Costs(tuple(call.unpacked_once(microbatches) for call in self.calls))
 
-    def carrying(self, calls: Collection[int]) -> Costs:
-        """What the calls cost in backward stages, where the products of ``calls`` are carried."""
+    def carrying(self, calls: Collection[int], least: int = 0) -> Costs:
+        """What the calls cost in backward stages, where products of ``calls`` are carried (`CallCost.recompute_s`)."""
         if not calls:
             return self
         return Costs(
             tuple(
-                replace(one, forward_s=one.recompute_s(carried=True)) if call in calls else one
+                replace(one, forward_s=one.recompute_s(least)) if call in calls else one
                 for call, one in enumerate(self.calls)
             )
         )
@@ -366,6 +372,7 @@ class Costs:
                     call,
                     shared=tuple((distance, size // parts) for distance, size in call.shared),
                     passed=tuple((distance, size // parts) for distance, size in call.passed),
+                    products=tuple((flops, nbytes // parts, seconds) for flops, nbytes, seconds in call.products),
                     **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
                 )
                 for call in self.calls
@@ -421,7 +428,7 @@ class Costs:
         """
         try:
             calls = [
-                CallCost(**call | {key: tuple(map(tuple, call.get(key, ()))) for key in ("shared", "passed")})
+                CallCost(**call | {key: tuple(map(tuple, call.get(key, ()))) for key in _TUPLES})
                 for call in data["calls"]
             ]
             times = tuple(tuple((forward, backward) for forward, backward in each) for each in data.get("times", ()))

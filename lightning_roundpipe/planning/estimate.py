@@ -216,8 +216,9 @@ class _Walk:
             unpacked_bytes=sum(map(_aligned, copied)),
             unpack_s=found.forward.unpack_s,
             backward_unpack_s=found.backward.unpack_s,
-            product_bytes=found.forward.product_bytes if found.needs_backward else 0,
-            product_s=found.forward.product_s if found.needs_backward else 0.0,
+            products=tuple(
+                (flops, *made) for flops, made in sorted(found.forward.products.items()) if found.needs_backward
+            ),
             **asdict(call.crossed),
         )
 

@@ -145,7 +145,7 @@ def _beside_arena(plan: Plan, costs: Costs, workers: int, worker: int | None) ->
 
 def product_bytes(plan: Plan, costs: Costs) -> int:
     """Return the most bytes of the products of a carried call."""
-    return max((costs.calls[call].product_bytes for call in plan.carry), default=0)
+    return max((costs.calls[call].product_bytes(plan.carry_least) for call in plan.carry), default=0)
 
 
 def carried_bytes(plan: Plan, costs: Costs, workers: int) -> int:
@@ -154,14 +154,14 @@ def carried_bytes(plan: Plan, costs: Costs, workers: int) -> int:
     They are there from a call's forward to its backward. N slots run at a time, of which the first may be the last ones
     of the round before.
     """
-    ahead = plan.stage_of_forward
+    ahead, sizes = plan.stage_of_forward, [costs.calls[call].product_bytes(plan.carry_least) for call in plan.carry]
     ends = {call: s.position for s in plan.stages() if s.phase == "backward" for call in range(s.first, s.last + 1)}
     count = len(plan.stages())
 
     def held(first: int) -> int:
         last = first + workers - 1
         times = ((ahead[call] <= last and ends[call] >= first) + (ahead[call] + count <= last) for call in plan.carry)
-        return sum(n * costs.calls[call].product_bytes for n, call in zip(times, plan.carry, strict=True))
+        return sum(n * size for n, size in zip(times, sizes, strict=True))
 
     return plan.round_microbatches * max(map(held, range(count)), default=0)
 

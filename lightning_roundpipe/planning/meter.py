@@ -102,8 +102,7 @@ class Work:
         operations: how many there were, views included.
         unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
         unpack_s: seconds of those whose copies a stage may keep.
-        product_bytes: outputs of products, which a plan may carry.
-        product_s: seconds of these products.
+        products: bytes of outputs and seconds of products that a plan may carry, by FLOPs for each byte.
         memory: the storages that were made in it, and in other scopes that share it.
     """
 
@@ -113,8 +112,7 @@ class Work:
     operations: int = 0
     unpackings: int = 0
     unpack_s: float = 0.0
-    product_bytes: int = 0
-    product_s: float = 0.0
+    products: dict[int, tuple[int, float]] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
 
 
@@ -166,10 +164,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flops = 2.0 * args[0].numel() * args[1].shape[-1]
                 self.add(flops, read + written, _summed_in_fp32(form), _filling(*args, **kwargs))
             else:
-                made = written if func._overloadpacket in flop_registry else 0
+                flops = flops_of(func, args, kwargs, out)
                 if self._is_fp8(func, args):
                     form, read = "fp8", read - self._cast(args[-2:])
-                self.add(_flops(func, args, kwargs, out), read + written, form, made=made)
+                seconds = self.add(flops, read + written, form)
+                if func._overloadpacket in flop_registry:
+                    self.made(flops, written, seconds)
 
     def _is_fp8(self, func: Any, args: Any) -> bool:
         return self.fp8 and func in _OF_LINEAR and args[-1].dtype is torch.bfloat16
@@ -185,10 +185,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._scopes[-1].operations += 2 * self.times
         return sum(map(_touched, factors)) // 2
 
-    def add(
-        self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False, made: int = 0
-    ) -> None:
-        """Count one operation.
+    def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False) -> float:
+        """Count one operation. Returns its seconds.
 
         Args:
             flops: its FLOPs.
@@ -196,7 +194,6 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             form: number format of its products.
             filling: factor of what it computes in tiles that are not full.
             attention: whether it is attention, which has an efficiency of its own.
-            made: bytes of its outputs if a plan may carry them, else 0.
         """
         work = self._scopes[-1]
         efficiency = self._hardware.attention_efficiency if attention else None
@@ -204,9 +201,13 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.seconds += seconds
         work.flops += self.times * flops
         work.nbytes += self.times * nbytes
-        if made:
-            work.product_bytes += self.times * made
-            work.product_s += seconds
+        return seconds
+
+    def made(self, flops: float, nbytes: int, seconds: float) -> None:
+        """Count a product, which takes ``seconds``, among those that a plan may carry."""
+        products, kind = self._scopes[-1].products, int(flops) // max(1, nbytes)
+        before, before_s = products.get(kind, (0, 0.0))
+        products[kind] = before + self.times * nbytes, before_s + seconds
 
 
 class Meter(Counter):  # type: ignore[no-untyped-call]
@@ -320,7 +321,10 @@ class _Attention(torch.autograd.Function):
         again = bool(window) and length > (window or 0)
         ctx.save_for_backward(query, key, value, *(() if again else (out, sums)))
         ctx.flops = 2 * batch * heads * _pairs(length, key.shape[-2], window) * (size + value.shape[-1])
-        _count(ctx.flops, (query, key, value, out, sums), made=_touched(out) + _touched(sums))
+        seconds = _count(ctx.flops, (query, key, value, out, sums))
+        if (meter := current_meter()) is not None:  # torch counts all pairs, whatever the mask
+            pairs = 2.0 * batch * heads * length * key.shape[-2] * (size + value.shape[-1])
+            meter.made(pairs, _touched(out) + _touched(sums), seconds)
         return out
 
     @staticmethod
@@ -336,12 +340,13 @@ def attention_flops(batch: int, heads: int, length: int, size: int) -> float:
     return (1 + _BACKWARD_FLOPS) * 2 * batch * heads * _pairs(length, length, None) * 2 * size
 
 
-def _count(flops: float, tensors: Iterable[Tensor], made: int = 0) -> None:
+def _count(flops: float, tensors: Iterable[Tensor]) -> float:
     meter = current_meter()
-    if meter is not None:
-        tensors = list(tensors)
-        form = _summed_in_fp32(_FORMATS.get(tensors[0].dtype, "fp32"))
-        meter.add(flops, sum(map(_touched, tensors)), form, attention=True, made=made)
+    if meter is None:
+        return 0.0
+    tensors = list(tensors)
+    form = _summed_in_fp32(_FORMATS.get(tensors[0].dtype, "fp32"))
+    return meter.add(flops, sum(map(_touched, tensors)), form, attention=True)
 
 
 def _summed_in_fp32(form: Format) -> Format:
@@ -369,7 +374,8 @@ def _touched(tensor: Tensor) -> int:
     return math.prod(lengths) * tensor.element_size()
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the FLOPs of an operation, by torch's registry; 0 if that lacks it."""
     name = func._schema.name
     if name in _FOUR_BITS:
         return 2.0 * float(args[0].numel() * args[2][0])

@@ -13,7 +13,7 @@ Each rule can be switched on alone:
     what was there has left; see `memory`
     an update begins when a layer's gradients are on the host, first layers first; see `async_optimizer`,          [8]
     or `network` where other machines have a part in it
-    what a turn takes in and gives out travels before all weights and gradients                            [9]
+    what a turn takes in and gives out travels before all else                                             [9]
     a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
     it begins when the same one of the last step is over
     one interpreter issues the operations of all workers; where the host waits for the device, nothing is ahead  [11]
@@ -21,8 +21,8 @@ Each rule can be switched on alone:
     before, instead of [2] each part of a call's gradients leaves when that of the microbatch before is added, and
     the host adds one part at a time; see `Slot`
     unequal workers have times and links of their own, and a step begins on the first of them                    [13]
-    products of carried calls leave behind their forward, at most two calls' of a worker at a time, and come back  [14]
-    while the call before runs backward; a recomputation leaves them out
+    products of carried calls leave behind their forward, in line with gradients, at most two calls' of a worker   [14]
+    at a time, and come back while the call before runs backward; a recomputation leaves them out
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
 the whole simulation. What is left at nothing (links, updates, host time) takes no time.
@@ -226,10 +226,14 @@ class _Leaving(NamedTuple):
 
 
 class _Carried(NamedTuple):
-    """A call whose products are carried: their bytes, seconds of the turn before the call, and its own."""
+    """A call whose products are carried: their bytes, seconds of the turn before the call, and its own.
+
+    ``gives``: bytes of its outputs that leave before them, in forward.
+    """
 
     call: int
     nbytes: int
+    gives: int
     before_s: float
     takes_s: float
 
@@ -248,7 +252,6 @@ class _SimulatedStage:
         self.weights, self.gradients, self.resumed = need.weights, need.gradients, need.resumed
         self.arriving = _arriving(calls, stage)
         self.leaving = _leaving(calls, stage, rules.updates)
-        self.carried = _carried(calls, stage, plan)
         self.forward_s, self.backward_s = forward, backward
         self.issue_s = sum(call.issue_s for call in run) + host.turn_s
         self.issue_s += (len(trained) + (len(calls) if stage.phase != "backward" else 0)) * host.call_s
@@ -259,8 +262,10 @@ class _SimulatedStage:
         # A backward stage also gets the gradient of what it gave out, and gives out that of what it took in.
         taken = sum(call.boundary_bytes for call in (trained if stage.phase == "backward" else calls[:1]))
         self.bytes_in = taken + (after if stage.phase == "backward" else 0)
-        outputs = sum(call.boundary_bytes for call in calls[1:]) + after
-        self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
+        outputs = [*(call.boundary_bytes for call in calls[1:]), after]
+        self.carried = _carried(calls, stage, plan, outputs)
+        left = sum(outputs) - sum(one.gives for one in self.carried)
+        self.bytes_out = left if stage.phase == "forward" else calls[0].boundary_bytes
 
 
 def _arriving(calls: Sequence[CallCost], stage: Stage) -> list[_Arriving]:
@@ -286,7 +291,7 @@ def _leaving(calls: Sequence[CallCost], stage: Stage, updates: UpdateModel | Non
     return leaving[::-1]
 
 
-def _carried(calls: Sequence[CallCost], stage: Stage, plan: Plan) -> list[_Carried]:
+def _carried(calls: Sequence[CallCost], stage: Stage, plan: Plan, outputs: Sequence[int]) -> list[_Carried]:
     """Return the carried calls of a stage in the order in which they run. [14]"""
     carry, found, passed = set(plan.carry), [], 0.0
     pairs = [*enumerate(calls, stage.first)] if carry else []
@@ -294,7 +299,8 @@ def _carried(calls: Sequence[CallCost], stage: Stage, plan: Plan) -> list[_Carri
     for number, call in reversed(pairs) if deepest_first else pairs:
         takes = call.forward_s + (call.backward_s if deepest_first else 0.0)
         if number in carry:
-            found.append(_Carried(number, call.product_bytes, passed, takes))
+            gives = outputs[number - stage.first] if stage.phase == "forward" else 0
+            found.append(_Carried(number, call.product_bytes(plan.carry_least), gives, passed, takes))
         passed += takes if call.needs_backward or stage.phase == "forward" else 0.0
     return found
 
@@ -588,7 +594,8 @@ class _Pipeline:
             before, last = worker.going_down
             waited = max(waited, before - begin - one.before_s)
             made = begin + one.before_s + waited + one.takes_s
-            start, end = worker.down.copy_between(made, one.nbytes)
+            self._note("download_boundary", number, stage, microbatch, *worker.down.copy_before(made, one.gives))
+            start, end = worker.down.copy_behind(made, one.nbytes)
             self._note("download_boundary", number, stage, microbatch, start, end)
             worker.going_down = last, end
             self._products[microbatch, one.call] = end

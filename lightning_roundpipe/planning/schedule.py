@@ -8,7 +8,7 @@ A plan's text names the calls of the trace by number::
     forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
 
     plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number { ";" option }
-    option   = "recompute" "ahead" | "unpack" "once" spans | "carry" spans
+    option   = "recompute" "ahead" | "unpack" "once" spans | "carry" spans [ "from" number ]
     spans    = "none" | span { " " span }
     span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
 
@@ -19,7 +19,8 @@ which happens when the fused stage holds the whole model. Semicolons are for the
 microbatch before its gradient is there, and keeps the graph of the whole stage until it is. ``unpack once`` names
 stages, counted from 0 in the order in which they run: what the first microbatch unpacks of their packed weights is kept
 for the round's others. ``carry`` names calls of backward stages whose products go to the host and come back, instead of
-being computed again. With ``round 1`` and several workers, rounds run side by side.
+being computed again: those with at least as many FLOPs for each byte of their outputs as stands behind ``from``, or
+all. With ``round 1`` and several workers, rounds run side by side.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_roundpipe.planning.span import Span
 _TEXT = re.compile(
     r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) "
     r"round (?P<round>[0-9]{1,6})(?P<ahead> recompute ahead)?(?: unpack once (?P<once>[^a-z]+))?"
-    r"(?: carry (?P<carry>[^a-z]+))?"
+    r"(?: carry (?P<carry>[^a-z]+)(?: from (?P<least>[0-9]{1,9}))?)?"
 )
 _EXAMPLE = "'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
 
@@ -65,6 +66,7 @@ class Plan:
         recompute_ahead: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
         unpack_once: positions of the stages that unpack packed weights once, ascending.
         carry: calls of backward stages whose products travel instead of being computed again, ascending.
+        carry_least: least FLOPs for each byte of outputs of products that do; 0: all do.
     """
 
     forward: tuple[Span, ...]
@@ -74,6 +76,7 @@ class Plan:
     recompute_ahead: bool = False
     unpack_once: tuple[int, ...] = ()
     carry: tuple[int, ...] = ()
+    carry_least: int = 0
 
     def __post_init__(self) -> None:
         if self.round_microbatches < 1:
@@ -90,6 +93,7 @@ class Plan:
             f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
             f"{'; unpack once ' + spans(_runs(self.unpack_once)) if self.unpack_once else ''}"
             f"{'; carry ' + spans(_runs(self.carry)) if self.carry else ''}"
+            f"{f' from {self.carry_least}' if self.carry and self.carry_least else ''}"
         )
 
     @classmethod
@@ -114,7 +118,8 @@ class Plan:
             )
         ahead, [fused] = found["ahead"] is not None, _spans(found["fused"])
         carry = sorted({call for span in _spans(found["carry"] or "none") for call in span.calls()})
-        return cls(forward, fused, backward, int(found["round"]), ahead, tuple(sorted(once)), tuple(carry))
+        least = int(found["least"] or 0)
+        return cls(forward, fused, backward, int(found["round"]), ahead, tuple(sorted(once)), tuple(carry), least)
 
     # -- made by rule ------------------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class Plan:
         In a backward stage, a recomputation lacks carried products.
         """
         found = costs.unpacked_once(min(self.round_microbatches, microbatches)) if stage.unpacks_once else costs
-        return found.carrying(self.carry) if stage.phase == "backward" else found
+        return found.carrying(self.carry, self.carry_least) if stage.phase == "backward" else found
 
     def stages(self) -> tuple[Stage, ...]:
         """The slots of a round in their order: forward stages, the fused stage, backward stages."""

@@ -206,6 +206,17 @@ def test_a_carried_product_is_computed_once() -> None:
         assert count - counts[1][kind] == steps * microbatches * blocks
 
 
+def test_a_product_with_too_few_flops_is_computed_again() -> None:
+    """One of 2 x WIDTH elements takes WIDTH / 2 FLOPs for each of its bytes in fp32."""
+    plain, counts = train(Products), []
+    for least in (WIDTH // 2, WIDTH // 2 + 1):
+        COMPUTED.clear()
+        assert_identical(plain, train(Products, f"{PLAN}; carry 0-3 from {least}"))
+        counts.append(COMPUTED["product"])
+    steps, microbatches, blocks = 2, 4, 3
+    assert counts[1] - counts[0] == steps * microbatches * blocks
+
+
 def plans(n: int, size: int) -> dict[str, str]:
     """Plans of ``n`` calls that carry."""
     fused = n - 2
@@ -286,5 +297,5 @@ def test_what_a_call_s_products_take_is_measured_in_the_first_window(block: type
     report = train(block, None, carry_products=True).report
     assert report is not None
     for call in report["costs"]["calls"][1:4]:
-        assert call["product_bytes"] == 2 * WIDTH * nbytes  # of two samples
-        assert 0 < call["product_s"] < call["forward_s"]
+        assert sum(made[1] for made in call["products"]) == 2 * WIDTH * nbytes  # of two samples
+        assert 0 < sum(made[2] for made in call["products"]) < call["forward_s"]

@@ -11,7 +11,7 @@ import torch
 from planning.making import call
 
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.carried import carrying_within, spread
+from lightning_roundpipe.planning.carried import carrying_within, kinds, spread
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import carried_bytes, device_bytes, fits
@@ -25,7 +25,7 @@ TEN = Rules(links=Links(10.0, 10.0))
 
 def carried(n: int, nbytes: int, **others: int) -> Costs:
     """Calls of 1 s and 2 s, of which products take 0.75 s, whose weights and inputs take no time to travel."""
-    made = call("", weights=0, gradients=0, product_bytes=nbytes, product_s=0.75, **others)
+    made = call("", weights=0, gradients=0, products=((8, nbytes, 0.75),), **others)
     return Costs(tuple(replace(made, layer=f"layers.{number}", boundary_bytes=0) for number in range(n)))
 
 
@@ -36,11 +36,11 @@ def test_products_leave_behind_the_forward_and_come_before_the_recomputation() -
         ("download_boundary", 1, 3),
         ("download_boundary", 3, 5),
         ("forward", 0, 2),
-        ("fused", 5, 8),  # behind the copies, as its input is
+        ("fused", 2, 5),
         ("upload_boundary", 5, 7),  # of the second call, which runs first
-        ("upload_boundary", 8, 10),  # of the first call, while the second one runs
-        ("recompute", 8, 8.5),
-        ("backward", 8.5, 12.5),
+        ("upload_boundary", 7, 9),  # of the first call, while the second one runs
+        ("recompute", 7, 7.5),
+        ("backward", 7.5, 11.5),
     ]
 
 
@@ -49,6 +49,25 @@ def test_products_of_two_calls_at_most_are_on_their_way_to_the_host() -> None:
     plan = Plan.parse("forward 0-3; fused 4; backward 0-3; round 1; carry 0-3")
     [forward] = [e for e in run_steps(plan, carried(5, 30), 1, 1, TEN).events if e.kind == "forward"]
     assert forward.end_s == 8
+
+
+def test_what_a_stage_gives_out_goes_before_products() -> None:
+    """It takes the second behind the forward, in which products of 3 s wait."""
+    costs = Costs(tuple(replace(one, boundary_bytes=10) for one in carried(2, 30)))
+    plan = Plan.parse("forward 0; fused 1; backward 0; round 1; carry 0")
+    down = [e for e in run_steps(plan, costs, 2, 1, TEN).events if e.kind == "download_boundary" and not e.slot]
+    assert [(event.start_s, event.end_s) for event in down] == [(2, 3), (2, 6)]
+
+
+def test_products_with_few_flops_are_computed_again() -> None:
+    made = ((8, 20, 0.25), (100, 10, 0.5))
+    costs = Costs(tuple(replace(one, products=made) for one in carried(3, 0)))
+    assert kinds(costs) == [0, 28]
+    plan = Plan.parse("forward 0-1; fused 2; backward 0-1; round 1; carry 0-1 from 28")
+    assert Plan.parse(str(plan)) == plan == spread(replace(plan, carry=(), carry_least=0), costs, 1.0, 28)
+    assert carried_bytes(plan, costs, 1) == 2 * 10
+    assert run_steps(plan, costs, 1, 1).makespan_s == 11 - 2 * 0.5
+    assert replace(plan, carry_least=0) == Plan.parse(str(plan).removesuffix(" from 28"))
 
 
 def test_a_call_that_is_not_carried_is_computed_again() -> None:
@@ -68,7 +87,7 @@ def test_unequal_workers_leave_out_products_at_their_own_speed() -> None:
 def test_memory_by_hand() -> None:
     """Two workers: one still has the last stage of a round when the other has begun the next round."""
     costs = carried(3, 1, waiting=0)
-    costs = Costs((replace(costs.calls[0], product_bytes=10), *costs.calls[1:]))
+    costs = Costs((replace(costs.calls[0], products=((8, 10, 0.75),)), *costs.calls[1:]))
     none = Plan.parse("forward 0 1; fused 2; backward 1 0; round 3")
     plan = replace(none, carry=(0, 1))
     assert carried_bytes(plan, costs, 1) == 3 * 11
@@ -80,7 +99,7 @@ def test_memory_by_hand() -> None:
 
 def test_carried_calls_are_spread() -> None:
     costs = carried(9, 20)
-    costs = Costs((replace(costs.calls[0], product_bytes=0), *costs.calls[1:]))
+    costs = Costs((replace(costs.calls[0], products=()), *costs.calls[1:]))
     plan = Plan.parse("forward 0-6; fused 7-8; backward 0-6; round 2; recompute ahead")
     assert spread(plan, costs, 1.0).carry == (1, 2, 3, 4, 5, 6)
     assert spread(plan, costs, 0.5).carry == (2, 4, 6)
@@ -127,5 +146,6 @@ def test_products_are_counted_from_shapes() -> None:
     x, first, second = (torch.empty(size, device="meta") for size in ((4, 16), (16, 32), (32, 8)))
     with Meter(GPU) as meter:
         torch.tanh(x @ first) @ second
-    assert meter.work.product_bytes == 4 * (4 * 32 + 4 * 8)
-    assert meter.work.product_s == pytest.approx(2 / 3 * meter.work.seconds, rel=1e-3)  # `kernel_s` each
+    assert {flops: nbytes for flops, (nbytes, _) in meter.work.products.items()} == {8: 4 * 4 * 32, 16: 4 * 4 * 8}
+    product_s = sum(seconds for _, seconds in meter.work.products.values())
+    assert product_s == pytest.approx(2 / 3 * meter.work.seconds, rel=1e-3)  # `kernel_s` each
