@@ -7,8 +7,12 @@ were copied.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.base import check_copy
 
 ALIGNED = 64
 """Alignment, in bytes, of the tensors that torch allocates."""
@@ -32,3 +36,39 @@ def empty_alike(t: Tensor, device: torch.device) -> Tensor:
     if not before:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
     return torch.empty(before + reach(t), dtype=t.dtype, device=device).as_strided(t.shape, t.stride(), before)
+
+
+def copy_alike(t: Tensor) -> Tensor:
+    """Return a copy in ``t``'s memory layout. `Tensor.clone` closes the gaps of a view.
+
+    What has no layout of its own (sparse tensors, subclasses) is cloned, and so is a tensor to which torch refuses to
+    write, as its elements overlap.
+    """
+    if not _has_layout(t):
+        return t.clone()
+    copy = empty_alike(t, t.device)
+    to, of = check_copy(copy, t)
+    try:
+        to.copy_(of)
+    except RuntimeError:
+        return t.clone()
+    return copy
+
+
+def clone_alike(t: Tensor) -> Tensor:
+    """Return what `copy_alike` does, by a function that autograd knows."""
+    return cast(Tensor, _CopyAlike.apply(t)) if _has_layout(t) else t.clone()  # type: ignore[no-untyped-call]
+
+
+class _CopyAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return copy_alike(t)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _has_layout(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided

@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.alike import ALIGNED, apart, empty_alike, reach
-from lightning_roundpipe.devices.base import check_copy
+from lightning_roundpipe.devices.alike import ALIGNED, apart, copy_alike, reach
 from lightning_roundpipe.engine.activations import download_parts
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -166,7 +165,7 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
         if outputs is not None and self._least and _intensity(operation, args, kwargs, returned, device) < self._least:
             outputs = None
         if outputs is not None:
-            outputs = [_copy(t) if _travels(t, device) else t for t in outputs]
+            outputs = [copy_alike(t) if _travels(t, device) else t for t in outputs]
             device.track_until_freed([t for t in outputs if _travels(t, device)], COPIES)
         drew = self._draws and torch.Tag.nondeterministic_seeded in operation.tags
         self._made.append(Product(operation, outputs, device.generator.get_state() if drew else None))
@@ -272,10 +271,3 @@ def _between(began: Any, ended: Any) -> float:
 def _flat(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor of any strides, gaps included: the link takes them in chunks."""
     return tensor.as_strided((reach(tensor),), (1,)).view(torch.uint8)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    copy = empty_alike(tensor, tensor.device)
-    to, of = check_copy(copy, tensor)
-    to.copy_(of)
-    return copy

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.alike import clone_alike, copy_alike
 from lightning_roundpipe.devices.base import NOTHING
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
@@ -490,7 +491,7 @@ class Executor:
             The clones, by the ids of these outputs.
         """
         clones = {
-            id(t): t.clone()
+            id(t): clone_alike(t)
             for t in found
             if t.layout is torch.strided
             and id(t) not in originals
@@ -560,7 +561,7 @@ class Executor:
         lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
         lent.update([address_of(p.tensor) for parts in gradients for p in parts if p.event is not None])
         found = [parts[0].tensor if parts else None for parts in sink.parts]
-        found = [g.clone() if g is not None and address_of(g) in lent else g for g in found]
+        found = [copy_alike(g) if g is not None and address_of(g) in lent else g for g in found]
         given = [g for g in found if g is not None]
         device.track_until_freed(given, GRADIENTS)
         if meter is not None and call.traced is not None:
@@ -591,7 +592,7 @@ class Executor:
         replica, buffers = self._copy(slot, layer)
         if buffers:
             buffers.load(call.buffers)
-        given = [t.clone() if i in call.inputs.mutated else t for i, t in enumerate(saved)]
+        given = [copy_alike(t) if i in call.inputs.mutated else t for i, t in enumerate(saved)]
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(given, INPUTS), call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(

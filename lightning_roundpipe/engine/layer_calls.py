@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.alike import copy_alike
 from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments
 from lightning_roundpipe.engine.caller_modes import without_caller_modes
@@ -284,7 +285,7 @@ class Tape:
             assert isinstance(sent, HostTensor) and sent.ready is not None
             with GivenUp(pool.baton, turns.runner):
                 sent.ready.wait()
-            return sent.tensor.clone()
+            return copy_alike(sent.tensor)
         moved, event = turns.activations.move(tensor, device, to)
         if event is not None:
             pool.workers[to.index].follow(event, turns.runner)
