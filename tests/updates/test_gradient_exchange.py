@@ -66,7 +66,7 @@ class Connected(Peers):
 
         return self._join(group, tensor, bring)
 
-    def wait(self, work: Any, label: str) -> None:
+    def wait(self, work: Any, label: str, *, bounded: bool = True) -> None:
         assert work.done.wait(PATIENCE_S), label
 
     def sum(self, tensor: Tensor, label: str, group: str = GRADIENTS, op: Any = None) -> Tensor:

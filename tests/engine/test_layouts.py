@@ -1,0 +1,60 @@
+"""Copies between layers and user code have the memory layout of what they copy: kernels round by it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import ours, run
+from torch import Tensor, nn
+
+WIDTH, LAYERS = 16, 3
+
+
+class Slicing(nn.Module):
+    """Returns columns of its input, too: a view with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + torch.tanh(self.inner(x)), x[:, :3]
+
+
+class Sliced(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Slicing() for _ in range(LAYERS))
+        self.strides: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, total = batch["x"], torch.zeros(())
+        for layer in self.layers:
+            x, columns = layer(x)
+            self.strides.append(columns.stride())
+            total = total + columns.sum()
+        return (x.sin().sum() + total).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_view_of_an_input_keeps_its_gaps(devices: int) -> None:
+    """The clone that user code was given had none, and where it lay on another device the sum differed in its last bit."""
+    batches = [{"x": torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(n))} for n in range(8)]
+
+    def train(strategy: Any, **options: Any) -> tuple[harness.Result, Sliced]:
+        torch.manual_seed(3)
+        result = run(strategy, Sliced(), batches, accumulate_grad_batches=4, **options)
+        return result, cast(Sliced, result.module)
+
+    plain, expected = train("auto")
+    result, module = train(ours(plan=harness.per_call(LAYERS, 4)), devices=devices)
+    assert (WIDTH, 1) in expected.strides
+    assert sorted(module.strides) == sorted(expected.strides)
+    harness.assert_identical(plain, result)
