@@ -45,7 +45,7 @@ class Sliced(pl.LightningModule):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_view_of_an_input_keeps_its_gaps(devices: int) -> None:
-    """User code was given a clone without them where it came from another device, and its sum differed in the last bit."""
+    """User code was given a clone without them if it came from another device, whose sum differed in the last bit."""
     batches = [{"x": torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(n))} for n in range(8)]
 
     def train(strategy: Any, **options: Any) -> tuple[harness.Result, Sliced]:
