@@ -77,7 +77,7 @@ def test_products_of_two_calls_are_on_their_way_at_most(
     devices: list[Any], queues: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However far the host is ahead of the device, which does nothing here before the host waits."""
-    alive, most, real = weakref.WeakSet[Any](), 0, carrying._copy
+    alive, most, real = weakref.WeakSet[Any](), 0, carrying.copy_alike
 
     def copy(tensor: Tensor) -> Tensor:
         nonlocal most
@@ -86,7 +86,7 @@ def test_products_of_two_calls_are_on_their_way_at_most(
         most = max(most, len(alive))
         return made
 
-    monkeypatch.setattr(carrying, "_copy", copy)
+    monkeypatch.setattr(carrying, "copy_alike", copy)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         module = zoo.PlainClassifier(Net(Block))
