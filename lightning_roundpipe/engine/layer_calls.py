@@ -271,8 +271,9 @@ class Tape:
             if trained and not place and master.numel():
                 raise RoundPipeError(
                     f"training_step switches on requires_grad of parameter {self.context.model.name_of(master)!r}, in "
-                    f"layer {call.layer.name!r}, for which the step has reserved no gradient: it was off before. Set "
-                    "requires_grad between steps, for example in on_train_batch_start."
+                    f"layer {call.layer.name!r}, for which the step has reserved no gradient: it was off before. "
+                    "Switch on between steps, for example in on_train_batch_start, all that the window's batches "
+                    "train; training_step may switch it off."
                 )
 
     def moved(self, tensor: Tensor, device: Device, to: Device | None) -> Tensor:

@@ -289,7 +289,7 @@ MODULES = [
         "Do it between batches, for example in on_fit_start or on_train_batch_start", (_registers_within,)),
     Mistake(SECTION, "`requires_grad` that `training_step` switches on for a parameter of a layer",
         "training_step switches on requires_grad of parameter '…', in layer '…'",
-        "Set requires_grad between steps, for example in on_train_batch_start",
+        "Switch on between steps, for example in on_train_batch_start, all that the window's batches train",
         (_unfreezing(frozen=True, batches=1), _unfreezing(frozen=True, batches=1, num_microbatches=2))),
     Mistake(SECTION, "`requires_grad` that a layer switches on for its own parameters in its forward",
         "layer '…' switches on requires_grad of its own parameters while it runs",
