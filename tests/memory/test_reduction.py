@@ -209,3 +209,19 @@ def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum() -> None:
     thread.join()
     with pytest.raises(RoundPipeError, match="the thread that sums gradients has died"):
         never.wait()
+
+
+def test_an_addition_that_fails_gives_back_where_it_has_landed(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first window one download lands at a time, and the next one comes before any looks at the sum."""
+
+    def fails(*args: object) -> None:
+        raise MemoryError("no room for the sum")
+
+    monkeypatch.setattr(HostGradSums, "_add", fails)
+    layer = _layer(device, torch.zeros(4))
+    memory = GradientMemory([layer], device, reduction, workers=1)
+    with pytest.raises(StreamError, match="no room for the sum"):
+        _send(partial(memory.begin, layer, ()), device, [[torch.ones(4)], [torch.ones(4)]])
+    assert not memory.pool.keeps and not memory.pool.is_landing(8)
