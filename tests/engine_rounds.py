@@ -4,6 +4,7 @@
     an error somewhere ── it comes out, once ── the engine trains on from weights that are written back
 
 Microbatches skip layers, call some twice, and swap two, in any window but the first, which shows the plan's calls.
+Formats that round gradients or weights give what an engine with one kind worker gives, to the bit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import harness
 import torch
 from patience import PATIENCE_S
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.emulated import make_emulated
 from lightning_roundpipe.engine.engine import Engine
+from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 
@@ -103,7 +106,7 @@ class Network(nn.Module):
         self.fuse = fuse
 
     def loss(self, x: Tensor, order: Sequence[int], microbatch: int = 0) -> Tensor:
-        mask = (x[:, :1] > -2).float()
+        mask = (x[:, :1] > -2).to(x.dtype)
         h, extra = self.embed(x), x.new_zeros(())
         for section, number in enumerate(order):
             self.fuse.seen.append((section, microbatch))
@@ -141,6 +144,8 @@ class Round:
         windows: for each window, and each of its microbatches, the samples and the order of its blocks.
         apart: whether the optimizer has a thread of its own.
         error: the place of an error, how often code comes there before, and the window in front of which it is planted.
+        low: whether all is computed in bfloat16.
+        narrow: whether gradients travel in it.
     """
 
     seed: int
@@ -152,6 +157,8 @@ class Round:
     prefetch: int
     overlap: bool
     error: tuple[str, int, int] | None
+    low: bool
+    narrow: bool
 
     @classmethod
     def draw(cls, seed: int) -> Round:
@@ -164,17 +171,28 @@ class Round:
             windows.append([(torch.randn(2, 6, generator=generator), _order(draw, bool(odd))) for _ in range(size)])
         apart = draw.random() < 0.8
         error = (draw.choice(PLACES[: 5 + apart]), draw.randint(1, 12), draw.randint(1, 3))
+        formats = random.Random(f"{seed} formats")
+        devices, plan = draw.randint(1, 4), None
+        if draw.random() < 0.9:
+            plan = _plan(draw, count, random.Random(seed), formats.choice([0, 0, 1, 2]))
         return cls(
             seed,
-            devices=draw.randint(1, 4),
-            plan=_plan(draw, count, random.Random(seed)) if draw.random() < 0.9 else None,
+            devices=devices,
+            plan=plan,
             windows=windows,
             apart=apart,
             staleness=draw.randint(0, 1) if apart else 0,
             prefetch=draw.choice([1, 1, 0]),
             overlap=draw.random() < 0.9,
             error=error if draw.random() < 0.4 else None,
+            low=formats.random() < 0.2,
+            narrow=plan is not None and formats.random() < 0.4,  # rounds, which a plan has, round on their own
         )
+
+    def kindly(self) -> Round:
+        """Return the same training on one worker, all of it in one stage."""
+        plan = None if self.plan is None else harness.single(CALLS, Plan.parse(self.plan).round_microbatches)
+        return replace(self, devices=1, plan=plan, prefetch=1)
 
 
 def _order(draw: random.Random, odd: bool) -> list[int]:
@@ -192,7 +210,7 @@ def _order(draw: random.Random, odd: bool) -> list[int]:
     return order
 
 
-def _plan(draw: random.Random, count: int, carries: random.Random) -> str:
+def _plan(draw: random.Random, count: int, carries: random.Random, least: int) -> str:
     first = draw.randint(0, CALLS - 1)
 
     def cuts() -> tuple[Span, ...]:
@@ -201,7 +219,8 @@ def _plan(draw: random.Random, count: int, carries: random.Random) -> str:
 
     plan = Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], draw.randint(1, count), draw.random() < 0.5)
     share = carries.choice([0.0, 0.5, 1.0])
-    return str(replace(plan, carry=tuple(call for call in range(first) if carries.random() < share)))
+    carry = tuple(call for call in range(first) if carries.random() < share)
+    return str(replace(plan, carry=carry, carry_least=least))
 
 
 class Plainly:
@@ -241,16 +260,19 @@ class Engined:
         options = Options(
             layers=["Linear", "Block"], plan=drawn.plan or "static", staleness=drawn.staleness, overlap=drawn.overlap,
             prefetch=drawn.prefetch, watchdog_timeout=PATIENCE_S, emulation=emulation,
+            reduce_dtype="bfloat16" if drawn.narrow else None,
         )  # fmt: skip
         devices = make_emulated([torch.device("cpu")] * drawn.devices, emulation)
-        self.engine = Engine(self.module, devices, options, lambda text: None)
+        self._dtype = torch.bfloat16 if drawn.low else torch.float32
+        formats = Formats(self._dtype if drawn.low else None)
+        self.engine = Engine(self.module, devices, options, lambda text: None, formats)
         self._optimizer = FusedSGD(self.fuse, self.network.parameters(), lr=0.05, momentum=0.5)
         if drawn.apart:
             self.engine.enable_async_optimizer(lambda: self._optimizer)
 
     def window(self, microbatches: Sequence[tuple[Tensor, list[int]]]) -> None:
         functions: list[Callable[[], Tensor]] = [
-            lambda x=x, order=order, index=index: self.network.loss(x, order, index)  # type: ignore[misc]
+            lambda x=x, order=order, index=index: self.network.loss(x.to(self._dtype), order, index)  # type: ignore[misc]
             for index, (x, order) in enumerate(microbatches)
         ]
         self.fuse.seen = []
@@ -283,6 +305,11 @@ class Engined:
             self.network.load_state_dict(state)
         self._optimizer.load_state_dict(momentum)
 
+    def catch_up(self) -> None:
+        """Let the next window read the newest weights."""
+        self.engine.settle()
+        self.restore(_copied(self.network), self.momentum())
+
     def momentum(self) -> dict[str, Any]:
         return copy.deepcopy(self._optimizer.state_dict())
 
@@ -299,7 +326,9 @@ def run(seed: int) -> str:
     drawn = Round.draw(seed)
     before = set(threading.enumerate())
     emulation = Emulation(delay_seed=seed if seed % 4 == 0 else None, poison=True)
-    ours, plain, outcome = Engined(drawn, emulation), Plainly(drawn.staleness), "trained"
+    rounds = drawn.low or drawn.narrow
+    plain = Engined(drawn.kindly(), Emulation()) if rounds else Plainly(drawn.staleness)
+    ours, outcome = Engined(drawn, emulation), "trained"
     ours.fuse.pause.seed(seed)
     try:
         for number, window in enumerate(drawn.windows):
@@ -309,21 +338,22 @@ def run(seed: int) -> str:
             ours.window(window)
             plain.window(window)
         ours.engine.settle()
-        _compare(plain.network, ours.network, drawn)
+        _compare(plain, ours, drawn)
     finally:
         ours.engine.close()
+        if isinstance(plain, Engined):
+            plain.engine.close()
     left = [t.name for t in threading.enumerate() if t not in before]
     assert not left, left
     return outcome
 
 
-def _fail(ours: Engined, drawn: Round, plain: Plainly, window: Any) -> str:
+def _fail(ours: Engined, drawn: Round, plain: Plainly | Engined, window: Any) -> str:
     """Train into an error, and go on from the weights in front of it."""
     assert drawn.error is not None
     ours.engine.settle()
-    state = {name: value.clone() for name, value in ours.network.state_dict().items()}
-    momentum = ours.momentum()
-    _compare(plain.network, ours.network, drawn)
+    state, momentum = _copied(ours.network), ours.momentum()
+    _compare(plain, ours, drawn)
     ours.fuse.place, ours.fuse.left, _ = drawn.error
     outcome = "trained"
     try:
@@ -338,7 +368,14 @@ def _fail(ours: Engined, drawn: Round, plain: Plainly, window: Any) -> str:
     return outcome
 
 
-def _compare(plain: nn.Module, ours: nn.Module, drawn: Round) -> None:
-    for (name, expected), found in zip(plain.state_dict().items(), ours.state_dict().values(), strict=True):
-        same = torch.allclose(expected, found, rtol=1e-4, atol=1e-6)
+def _copied(network: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in network.state_dict().items()}
+
+
+def _compare(plain: Plainly | Engined, ours: Engined, drawn: Round) -> None:
+    if exact := isinstance(plain, Engined):
+        plain.engine.settle()
+    pairs = zip(plain.network.state_dict().items(), ours.network.state_dict().values(), strict=True)
+    for (name, expected), found in pairs:
+        same = torch.equal(expected, found) if exact else torch.allclose(expected, found, rtol=1e-4, atol=1e-6)
         assert same, f"{name} differs by {float((expected - found).abs().max())}: {drawn}"

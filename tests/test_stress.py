@@ -40,7 +40,8 @@ def plans(draw: st.DrawFn, microbatches: int) -> str:
 
     rounds, ahead = draw(st.integers(1, microbatches)), draw(st.booleans())
     carry = tuple(call for call in range(first) if draw(st.booleans()))
-    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead, carry=carry))
+    least = draw(st.sampled_from([0, 0, 1, 2]))
+    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead, carry=carry, carry_least=least))
 
 
 @st.composite
@@ -69,6 +70,10 @@ def cases(draw: st.DrawFn) -> Case:
             "bandwidth": draw(st.sampled_from([None, None, 1e6])),
             "latency": draw(st.sampled_from([0.0, 0.0, 3e-4])),
         },
+        staleness=draw(st.sampled_from([0, 0, 1])),
+        reduce_dtype=draw(st.sampled_from([None, None, "bfloat16"])),
+        optimizer_state=draw(st.sampled_from(["fp32", "fp32", "bf16", "int8"])),
+        precision=draw(st.sampled_from(["32-true", "32-true", "bf16-true"])),
     )
 
 

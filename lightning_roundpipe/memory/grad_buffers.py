@@ -349,7 +349,7 @@ class _Added(Event):
         self._error: BaseException | None = None
 
     def after(self, landed: Event, add: Callable[[], None], then: Sequence[Callable[[], None]] = ()) -> None:
-        """Wait for ``landed``, add to the sum, do what is to be done ``then`` and reach the event.
+        """Wait for ``landed``, add to the sum, do what is to be done ``then``, failed or not, and reach the event.
 
         Runs on the summing thread.
         """
@@ -357,10 +357,10 @@ class _Added(Event):
         try:
             landed.wait()
             add()
-            for work in then:
-                work()
         except BaseException as error:
             self._error = error.with_traceback(None)  # whose frames refer to the sum, which refers to this
+        for work in then:  # the next download may wait for the memory, and nothing looks at this one's error before
+            work()
         if before is not None and before._error is not None:
             self._error = before._error
         self._over.set()

@@ -11,6 +11,7 @@ import torch
 from fake_cuda import FakeEvent, FakeStream
 from happens_before import HappensBefore, races
 from torch import Tensor
+from without import take_out
 
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaStream
@@ -129,6 +130,14 @@ def test_a_missing_wait_shows(waits: str, of: str, monkeypatch: pytest.MonkeyPat
             patch.setattr(FakeStream, "wait_event", wait_event)
             stress.train(CASES["overlapping"])
     assert any(f"-{waits} " in fault for fault in found.faults), found.faults
+
+
+def test_products_that_do_not_wait_for_compute_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients on the same stream still wait for it."""
+    with races(shared=True) as found, monkeypatch.context() as patch:
+        take_out(patch, "engine.carrying:download_parts", "stream.wait(home.compute.record())")
+        stress.train(CASES["carrying"])
+    assert any("-gradients_down does not wait for " in fault for fault in found.faults), found.faults
 
 
 @pytest.mark.parametrize(

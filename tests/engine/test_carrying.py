@@ -21,6 +21,9 @@ from torchao import float8
 from traps import WIDTH, Block, Net
 
 from lightning_roundpipe.engine import carrying
+from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.planning.memory import PRODUCTS
 from lightning_roundpipe.planning.schedule import Plan
 
 CAREFUL = {"poison": True, "delay_seed": 3}
@@ -282,6 +285,26 @@ def test_no_product_is_left_on_the_host_when_its_backward_is_over() -> None:
         patch.setattr(carrying, "download_parts", download_parts)
         train(Block, "forward 0-3; fused 4; backward 0-3; round 4; carry 0-3", 1)
     assert not alive and most == 4 * 4  # calls and microbatches of a round
+
+
+def test_a_call_is_carried_when_all_products_but_the_last_call_s_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count so much of a device's memory. Downloads take much longer than calls here."""
+    sent, waiting = list[HostTensor](), list[int]()
+    real, real_forward = carrying.download_parts, Executor.forward
+
+    def download_parts(*args: Any) -> HostTensor:
+        sent.append(real(*args))
+        return sent[-1]
+
+    def forward(self: Executor, *args: Any, carries: int | None = None, **options: Any) -> Any:
+        if carries is not None:
+            waiting.append(sum(each.ready is not None and not each.ready.done() for each in sent))
+        return real_forward(self, *args, carries=carries, **options)
+
+    monkeypatch.setattr(carrying, "download_parts", download_parts)
+    monkeypatch.setattr(Executor, "forward", forward)
+    train(Block, "forward 0-3; fused 4; backward 0-3; round 4; carry 0-3", 1, emulation={"bandwidth": 1e5})
+    assert len(waiting) == 2 * 4 * 4 and max(waiting) <= PRODUCTS - 1
 
 
 def test_compiled_layers_are_recomputed_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,11 +24,14 @@ CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6, 6), drops=False)
 """Two rounds, a cut at every call: gradients travel up and down, and inputs between the workers."""
 EMPTY = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6, 6), empty=(1, 2), drops=False)
 """The last round has no backward: its slots close without one."""
-CASES = {"cut": CUT, "empty": EMPTY}
+CARRYING = Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2; carry 0-3 from 1", 2, 4, (6, 6, 6), drops=False)
+"""Products travel behind gradients."""
+CASES = {"cut": CUT, "empty": EMPTY, "carrying": CARRYING}
 
 WAITS = [
     ("engine.activations:_downloaded", "stream.wait(made)"),
     ("engine.activations:upload", "stream.wait(saved.ready)"),
+    ("engine.carrying:download_parts", "stream.wait(home.compute.record())"),
     ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event, turns.runner)"),
     (
         "engine.step_slots:Turns.wait_for",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from patience import longer_each_try
+from patience import PATIENCE_S, longer_each_try
 from torch import Tensor, nn
 from without import take_out
 
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.devices.errors import StreamError
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, GradientMemory, HostGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -209,3 +211,50 @@ def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum() -> None:
     thread.join()
     with pytest.raises(RoundPipeError, match="the thread that sums gradients has died"):
         never.wait()
+
+
+def test_an_addition_that_fails_gives_back_where_it_has_landed(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first window one download lands at a time, and the next one comes before any looks at the sum."""
+
+    def fails(*args: object) -> None:
+        raise MemoryError("no room for the sum")
+
+    monkeypatch.setattr(HostGradSums, "_add", fails)
+    layer = _layer(device, torch.zeros(4))
+    memory = GradientMemory([layer], device, reduction, workers=1)
+    with pytest.raises(StreamError, match="no room for the sum"):
+        _send(partial(memory.begin, layer, ()), device, [[torch.ones(4)], [torch.ones(4)]])
+    assert not memory.pool.keeps and not memory.pool.is_landing(8)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["first window", "later"])
+def test_what_lands_waits_until_what_has_landed_is_added(
+    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    may_add, waits, real = threading.Event(), list[bool](), HostGradSums._add
+
+    class Watched(CancelScope):
+        def wait(self, waiter: Waiter) -> None:
+            waits.append(memory.pool.is_landing(8))
+            may_add.set()
+            super().wait(waiter)
+
+    def late(*args: Any) -> None:
+        assert may_add.wait(PATIENCE_S)
+        real(*args)
+
+    monkeypatch.setattr(HostGradSums, "_add", late)
+    layer = _layer(device, torch.zeros(4))
+    memory = GradientMemory([layer], device, reduction, workers=1)
+    memory.pool.keeps = keeps
+    host = memory.begin(layer, ())
+    for number in range(3):
+        on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+        on_device.present = [True]
+        host.make_room(Watched())
+        assert len(waits) == (number == 2), "the first is the sum, the second lands, the third has to wait"
+        on_device.download(device.gradients_down, 0)
+    host.wait()
+    host.release()
