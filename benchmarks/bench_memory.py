@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import OPTIMIZER_STATES, REDUCE_DTYPES
-from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.devices.host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.heap import give_back
 from lightning_roundpipe.planning.memory import Item, Parameters, host_items
 
 MIB = 2**20
