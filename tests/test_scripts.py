@@ -1,4 +1,4 @@
-"""Benchmarks, examples and scripts of pages take from the package only what it has. Most are run by hand, and seldom."""
+"""Benchmarks, examples and scripts of pages import from the package only what it has. Most are run by hand, seldom."""
 
 from __future__ import annotations
 
