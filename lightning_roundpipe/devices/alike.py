@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.base import check_copy
+from lightning_roundpipe.devices.base import filled
 
 ALIGNED = 64
 """Alignment, in bytes, of the tensors that torch allocates."""
@@ -46,13 +46,7 @@ def copy_alike(t: Tensor) -> Tensor:
     """
     if not _has_layout(t):
         return t.clone()
-    copy = empty_alike(t, t.device)
-    to, of = check_copy(copy, t)
-    try:
-        to.copy_(of)
-    except RuntimeError:
-        return t.clone()
-    return copy
+    return filled(empty_alike(t, t.device), t)
 
 
 def clone_alike(t: Tensor) -> Tensor:

@@ -450,10 +450,14 @@ def stage(tensor: Tensor, device: Device) -> Tensor:
     """
     if tensor.layout is not torch.strided:
         return tensor.clone()
-    staged = device.host_like(tensor)
-    to, of = check_copy(staged, tensor)
+    return filled(device.host_like(tensor), tensor)
+
+
+def filled(copy: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``copy`` with the values of ``tensor``, or a clone if torch refuses to write to it as elements overlap."""
+    to, of = check_copy(copy, tensor)
     try:
         to.copy_(of)
     except RuntimeError:
         return tensor.clone()
-    return staged
+    return copy
