@@ -47,7 +47,7 @@ class Noted(Layer):
     ("plan", "order"),
     [
         (PLAN, ["run 1", "backward 1", "run 0", "backward 0"]),
-        (AHEAD, ["run 1", "run 0", "backward 1", "backward 0"]),
+        (AHEAD, ["run 0", "run 1", "backward 1", "backward 0"]),
     ],
 )
 def test_a_whole_stage_is_recomputed_first_where_the_plan_says_so(plan: Plan, order: list[str]) -> None:

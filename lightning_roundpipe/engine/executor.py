@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -91,7 +91,8 @@ class CallInputs:
         arguments: its arguments.
         needs: for each tensor among them, whether it needs a gradient.
         edges: where the gradients of those go.
-        saved: the tensors on the host; empty if the graph is kept.
+        saved: the tensors on the host, without those ``made`` again; empty if the graph is kept.
+        made: by position, the call whose recomputation makes a tensor again, and which of its outputs that is.
         mutated: positions of the tensors that the layer writes to.
     """
 
@@ -100,6 +101,14 @@ class CallInputs:
     edges: list[InputEdge]
     saved: Sequence[HostTensor] = ()
     mutated: Sequence[int] = ()
+    made: Mapping[int, tuple[LayerCall, int]] = field(default_factory=dict)
+
+    def whole(self, saved: Iterable[Tensor]) -> list[Tensor]:
+        """Return all tensors on a worker, of which ``saved`` have come from the host."""
+        come = iter(saved)
+        return [
+            self.made[i][0].remade(self.made[i][1]) if i in self.made else next(come) for i in range(len(self.needs))
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +124,7 @@ class LayerCall:
         home: device that user code is on at the call.
         gradients: of the outputs.
         output_kinds: shape and dtype of each of these outputs.
+        versions: of each of them as user code got it; -1 if that is a copy.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
         buffers: the layer's buffers in front of the forward.
         slot: the slot of its backward, if the plan has none.
@@ -132,6 +142,7 @@ class LayerCall:
     home: Device | None
     gradients: Gradients = field(init=False)
     output_kinds: tuple[Kind, ...] = ()
+    versions: tuple[int, ...] = ()
     graph: tuple[list[Tensor], Gradients] | None = None
     buffers: dict[int, BufferValue] | None = None
     slot: Slot | None = None
@@ -144,6 +155,11 @@ class LayerCall:
     def brought(self) -> list[HostTensor]:
         """What its recomputation needs on the worker."""
         return [*self.inputs.saved, *self.carried.block]
+
+    def remade(self, output: int) -> Tensor:
+        """Return an output of its recomputation."""
+        assert self.graph is not None
+        return self.graph[0][output].detach()
 
     @property
     def use(self) -> int:
@@ -303,6 +319,10 @@ class Executor:
             outputs, call.gradients = cut(run.differentiable, layer.name, self.device)
             call.gradients.edges, call.gradients.masters = call.inputs.edges, layer.masters
             call.output_kinds = _kinds(run.differentiable)
+            copied = set(map(id, clones.values()))
+            call.versions = tuple(
+                [-1 if id(t) in copied else o._version for t, o in zip(run.differentiable, outputs, strict=True)]
+            )
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink
@@ -592,7 +612,7 @@ class Executor:
         replica, buffers = self._copy(slot, layer)
         if buffers:
             buffers.load(call.buffers)
-        given = [copy_alike(t) if i in call.inputs.mutated else t for i, t in enumerate(saved)]
+        given = [copy_alike(t) if i in call.inputs.mutated else t for i, t in enumerate(call.inputs.whole(saved))]
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(given, INPUTS), call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class LayerCalls:
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
         given = call.inputs.arguments.tensors
+        made = self.as_made(call, reversed(self.tape)) if sections.memory is not None else ()
         sections.close()
         if turns.follows is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.follows, turns.next)
@@ -87,7 +88,7 @@ class LayerCalls:
         if layer.buffers.mutable:
             turns.let_follow()
         if sections.memory is not None:
-            sections.memory.called(traced, given, outcome.result)
+            sections.memory.called(traced, given, outcome.result, made)
         sections.enter()
         result = self.deliver(call, outcome, given)
         if call.output_kinds and call.environment.thread_state.grad:
@@ -144,7 +145,10 @@ class LayerCalls:
             if carries is not None:
                 worker.wait_for_products(turns.runner)
             if taped and not keeps:
-                call.inputs.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(given)]
+                call.inputs.made = made = self._made_again(call, slot)
+                call.inputs.saved = [
+                    coming.get(i) or activations.save(t, device) for i, t in enumerate(given) if i not in made
+                ]
                 worker.copying = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
             inputs = [
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
@@ -157,6 +161,27 @@ class LayerCalls:
             if call.reconnect is None:
                 turns.device = device
         return outcome
+
+    def _made_again(self, call: LayerCall, slot: Slot) -> Mapping[int, tuple[LayerCall, int]]:
+        """Return the inputs that the recomputation of calls before makes again; see `CallInputs`."""
+        if not self.spec.ahead or slot.position is None:
+            return {}
+        backward = self.turns.slots.planned(call.index, "backward", self.turns.round)
+        if backward is None or call.index not in backward.sums:  # else the plan may have no place for it by then
+            return {}
+        return self.as_made(call, itertools.takewhile(lambda c: c.index in backward.sums, reversed(self.tape)))
+
+    @staticmethod
+    def as_made(call: LayerCall, before: Iterable[LayerCall]) -> dict[int, tuple[LayerCall, int]]:
+        """Return by position the inputs of ``call`` that are outputs of calls ``before`` it as they are."""
+        edges, found = iter(call.inputs.edges), dict[int, tuple[LayerCall, int]]()
+        given = zip(call.inputs.arguments.tensors, call.inputs.needs, strict=True)
+        ends = [(i, t, edge) for i, (t, needs) in enumerate(given) if needs and (edge := next(edges)).edge is None]
+        for other in before if ends else ():
+            for i, tensor, edge in ends:
+                if other.gradients is edge.node.gradients and other.versions[edge.output] == tensor._version:
+                    found[i] = other, edge.output
+        return found
 
     def deliver(self, call: LayerCall, outcome: Outcome, given: Sequence[Tensor]) -> Any:
         """Return a call's output to user code, with all else that the layer has done [2]."""
@@ -293,10 +318,12 @@ class Tape:
         return moved
 
     def _recompute_ahead(self, call: LayerCall, executor: Executor, slot: Slot) -> None:
-        """Recompute all calls of a stage before the first one's gradients are used, which a GPU may still wait for."""
-        for other in (call, *reversed(self.calls)):
-            if other.index not in slot.calls:
-                return
+        """Recompute all calls of a stage before the first one's gradients are used, which a GPU may still wait for.
+
+        They run in the order of their forward, as one may make inputs of the next ones again.
+        """
+        before = [*itertools.takewhile(lambda other: other.index in slot.calls, reversed(self.calls))]
+        for other in (*reversed(before), call):
             if other.graph is None:
                 inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
                 executor.recompute(other, slot, inputs, self.turns.runner)

@@ -12,7 +12,7 @@ user code's own tensors count, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,13 +58,17 @@ class MeasuredMemory:
             worker.device.activations_down.synchronize()
         return PeakMemoryMeter(device, ())
 
-    def called(self, traced: TracedCall, inputs: Iterable[Tensor], result: Any) -> None:
-        """Note what a call shares with earlier ones [1]. User code has not gone on yet."""
+    def called(self, traced: TracedCall, inputs: Sequence[Tensor], result: Any, made: Container[int]) -> None:
+        """Note what a call shares with earlier ones [1]. User code has not gone on yet.
+
+        ``made``: positions of inputs that are outputs of earlier calls as they are.
+        """
         outputs: list[Tensor] = []
         collect(result, set(), outputs)
         self._last = traced
         traced.forward_bytes = traced.kept_bytes
-        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made)
+        as_made = _strided(tensor for i, tensor in enumerate(inputs) if i in made)
+        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made, as_made)
 
     def enter(self, device: Device | None) -> None:
         """Begin a section of user code [2]."""
@@ -90,6 +94,7 @@ class MeasuredMemory:
         if call.traced is not None:
             held = self._crossing.backward_held_bytes(call.index)
             call.traced.backward_held_bytes = held + storage_bytes(waiting) - storage_bytes(own)
+            call.traced.made_again = self._crossing.made_again(call.index)
 
     def _resident(self) -> int:
         """Return the bytes on all workers. Those of workers that share a GPU count once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,16 @@ class Crossed:
     passed: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass
+class _Span:
+    """A storage from the call that returned it to the last one that takes it, ``as_made``: as that call has made it."""
+
+    given: int
+    nbytes: int
+    last: int = 0
+    as_made: bool = True
+
+
 class Crossing:
     """Records the calls of one microbatch, one after another."""
 
@@ -38,14 +48,20 @@ class Crossing:
         """The call that returned the storage."""
         self._made: list[tuple[int, weakref.WeakSet[torch.UntypedStorage]]] = []
         """What user code has made before each call: bytes that are not inputs of the call, and those that are."""
+        self._spans: weakref.WeakKeyDictionary[torch.UntypedStorage, _Span] = weakref.WeakKeyDictionary()
+        self._begun: list[list[_Span]] = []
+        """The spans that begin at each call."""
 
-    def see(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0) -> Crossed:
+    def see(
+        self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0, as_made: Iterable[Tensor] = ()
+    ) -> Crossed:
         """Record the next call, after it returns and before user code continues.
 
         Args:
             inputs: its inputs.
             outputs: what it returned.
             made_bytes: bytes of workers that user code itself has made and holds.
+            as_made: the inputs that are differentiable outputs of earlier calls, as these have made them.
         """
         inputs = list(inputs)
         waiting = self.held_bytes() + made_bytes
@@ -61,10 +77,25 @@ class Crossing:
             elif (before := self._given.get(storage)) is not None:
                 passed[self._calls - before] += size
             self._taken[storage] = self._calls
+        self._span(taken, {id(tensor) for tensor in as_made}, inputs)
         for tensor in outputs:
             self._given.setdefault(tensor.untyped_storage(), self._calls)
         self._calls += 1
         return Crossed(sum(taken.values()), waiting, held, tuple(shared.items()), tuple(passed.items()))
+
+    def _span(self, taken: Mapping[torch.UntypedStorage, int], as_made: set[int], inputs: Iterable[Tensor]) -> None:
+        begun, others = list[_Span](), {t.untyped_storage() for t in inputs if id(t) not in as_made}
+        for storage, size in taken.items():
+            if (given := self._given.get(storage)) is not None:
+                if (span := self._spans.get(storage)) is None:
+                    span = self._spans[storage] = _Span(given, size)
+                    begun.append(span)
+                span.last, span.as_made = self._calls, span.as_made and storage not in others
+        self._begun.append(begun)
+
+    def made_again(self, call: int) -> tuple[tuple[int, int, int], ...]:
+        """Return `CallCost.made_again` of a call, when all calls have been recorded."""
+        return tuple((call - s.given, s.last - call, s.nbytes) for s in self._begun[call] if s.as_made)
 
     def held_bytes(self) -> int:
         """Return the bytes of what the calls have returned and user code, or autograd for it, holds now."""

@@ -174,6 +174,8 @@ class _Walk:
         """Layers whose linear layers multiply in fp8."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
+        self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """Differentiable outputs of calls, by their ids."""
 
     def intercept(self, name: str, layer: nn.Module) -> None:
         original = layer.forward
@@ -190,9 +192,11 @@ class _Walk:
 
     def costs(self) -> Costs:
         last = len(self.calls) - 1
-        return Costs(tuple(self._cost(call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls)))
+        return Costs(
+            tuple(self._cost(i, call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls))
+        )
 
-    def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
+    def _cost(self, number: int, call: _Called, loss_backward_s: float) -> CallCost:
         found, after = call.measured, call.after
         again = 0 if call is self.calls[-1] else found.recomputing
         weights, gradients = layer_bytes(call.layer, self.packed)
@@ -219,6 +223,7 @@ class _Walk:
             products=tuple(
                 (flops, *made) for flops, made in sorted(found.forward.products.items()) if found.needs_backward
             ),
+            made_again=self._crossing.made_again(number),
             **asdict(call.crossed),
         )
 
@@ -233,7 +238,10 @@ class _Walk:
         found, outputs = self._known[key]
         with self.meter.scope():  # outputs, which the call has counted already
             given = tree_map(_fresh, outputs)
-        crossed = self._crossing.see(_tensors(leaves), _tensors(tree_flatten(given)[0]))
+        taken, made = _tensors(leaves), _tensors(tree_flatten(given)[0])
+        as_made = [t for t in taken if id(t) in self._made]
+        crossed = self._crossing.see(taken, made, as_made=as_made)
+        self._made.update((id(t), t) for t in made if t.requires_grad)
         boundary = 0
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._saved:

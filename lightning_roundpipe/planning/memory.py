@@ -455,10 +455,24 @@ def _on_its_workers(stage: Stage, plan: Plan, costs: Costs, workers: int) -> Cos
     return next(iter(each.values())) if len(each) == 1 else costs
 
 
+def kept_inputs(plan: Plan, costs: Costs) -> list[int]:
+    """Return the bytes of each call's inputs that are kept on the host from its forward to its backward.
+
+    A backward stage that is recomputed ahead makes outputs of its calls again, for those of its calls that take them.
+    """
+    kept = [call.boundary_bytes if call.needs_backward else 0 for call in costs]
+    for stage in plan.backward if plan.recompute_ahead else ():
+        for number in range(stage.first, stage.last + 1):
+            for before, behind, size in costs.calls[number].made_again:
+                span = costs.calls[number - before : number + behind + 1]
+                inside = stage.first <= number - before and number + behind <= stage.last
+                kept[number] -= size if inside and all(c.gradient_bytes for c in span if c.needs_backward) else 0
+    return kept
+
+
 def boundary_bytes(plan: Plan, costs: Costs) -> int:
     """Return the bytes of boundary tensors on the host, for one round. The fused stage saves none."""
-    saved = [call.boundary_bytes for call in costs.calls[: plan.fused.first] if call.needs_backward]
-    return plan.round_microbatches * sum(saved)
+    return plan.round_microbatches * sum(kept_inputs(plan, costs)[: plan.fused.first])
 
 
 def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 1, microbatches: int = 1) -> list[Item]:

@@ -38,7 +38,7 @@ from typing import Literal, NamedTuple
 from lightning_roundpipe.planning.costs import CallCost, Costs, for_each
 from lightning_roundpipe.planning.host_time import HostTime, SharedSeconds
 from lightning_roundpipe.planning.links import Lane, Links
-from lightning_roundpipe.planning.memory import Memory, reserved_within
+from lightning_roundpipe.planning.memory import Memory, kept_inputs, reserved_within
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
@@ -241,7 +241,9 @@ class _Carried(NamedTuple):
 class _SimulatedStage:
     """Constants of a stage on a worker."""
 
-    def __init__(self, stage: Stage, plan: Plan, costs: Costs, rules: Rules, microbatches: int) -> None:
+    def __init__(
+        self, stage: Stage, plan: Plan, costs: Costs, kept: Sequence[int], rules: Rules, microbatches: int
+    ) -> None:
         costs = plan.costs_in(stage, costs, microbatches)
         calls, host = costs.calls[stage.first : stage.last + 1], rules.host
         trained = [call for call in calls if stage.phase != "forward" and call.needs_backward]
@@ -260,9 +262,9 @@ class _SimulatedStage:
         self.lag_s = _lag_s(calls, stage, host)
         after = costs.calls[stage.last + 1].boundary_bytes if stage.last + 1 < len(costs) else 0
         # A backward stage also gets the gradient of what it gave out, and gives out that of what it took in.
-        taken = sum(call.boundary_bytes for call in (trained if stage.phase == "backward" else calls[:1]))
-        self.bytes_in = taken + (after if stage.phase == "backward" else 0)
-        outputs = [*(call.boundary_bytes for call in calls[1:]), after]
+        is_backward = stage.phase == "backward"
+        self.bytes_in = sum(kept[stage.first : stage.last + 1]) + after if is_backward else calls[0].boundary_bytes
+        outputs = [*kept[stage.first + 1 : stage.last + 1], after]
         self.carried = _carried(calls, stage, plan, outputs)
         left = sum(outputs) - sum(one.gives for one in self.carried)
         self.bytes_out = left if stage.phase == "forward" else calls[0].boundary_bytes
@@ -402,9 +404,10 @@ class _Pipeline:
         self._plan, self._costs, self._microbatches, self._rules = plan, costs, microbatches, rules
         self._side_by_side = plan.side_by_side(workers, microbatches)
         self._workers = _workers(plan, costs, workers, rules)
+        kept = kept_inputs(plan, costs)
         self._stages = for_each(  # by worker, what every stage is on it [13]
             [costs.on(worker) for worker in range(workers)],
-            lambda one: [_SimulatedStage(stage, plan, one, rules, microbatches) for stage in plan.stages()],
+            lambda one: [_SimulatedStage(stage, plan, one, kept, rules, microbatches) for stage in plan.stages()],
         )
         self._last_backward = {call.layer: stage.position for stage in self._stages[0] for call in stage.trained}
         self._interpreter, self._adding = SharedSeconds(), SharedSeconds()

@@ -195,13 +195,14 @@ class InputEdge:
 
     Attributes:
         node: the node that has made the input.
+        output: which of the node's outputs it is.
         edge: where backward goes on in user code; None if the input is the output of a call as it is.
     """
 
-    __slots__ = ("_output", "edge", "home", "node")
+    __slots__ = ("edge", "home", "node", "output")
 
     def __init__(self, tensor: Tensor, home: Device | None) -> None:
-        self.home, self._output = home, tensor.output_nr
+        self.home, self.output = home, tensor.output_nr
         self.node: Any = tensor.grad_fn
         self.edge: GradientEdge | None = None
         if not isinstance(self.node, _Node) or tensor._backward_hooks or tensor.retains_grad:
@@ -212,7 +213,7 @@ class InputEdge:
         """Give the gradient to the call whose output the input is. False if user code is in between."""
         if self.edge is not None:
             return False
-        self.node.gradients.add(self._output, gradient, home)
+        self.node.gradients.add(self.output, gradient, home)
         return True
 
 
