@@ -6,11 +6,14 @@ test_stress, whose plans draw it too, shows that numbers stay what they are.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from harness import ours, run
+import torch
+from harness import assert_same, ours, run
 from test_overlap import BATCHES, Gate, Gated, Layer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.memory import ahead_within, device_bytes, device_items
@@ -95,3 +98,43 @@ def test_the_plan_says_so_where_there_is_room() -> None:
     assert ahead_within(PLAN, costs, 2, stage - 1) == PLAN
     assert sum(item.nbytes for item in device_items(AHEAD, costs, 2, stage)) == stage
     assert ahead_within(Plan.single(4), costs, 2, None) == Plan.single(4)
+
+
+class Between(pl.LightningModule):
+    """What user code does to the second layer's output differs from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(6, 6)) for _ in range(5))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.blocks[1](self.blocks[0](batch))
+        if batch_idx == 2:
+            x = x.view_as(x)
+        elif batch_idx == 3:
+            with torch.no_grad():
+                x.add_(2)
+        elif batch_idx == 4:
+            x = self.blocks[1](x)
+        elif batch_idx == 5:
+            x = x.detach()
+        if batch_idx != 6:
+            x = self.blocks[2](x)
+        x = self.blocks[4](self.blocks[3](x) + (x if batch_idx == 7 else 0))
+        loss = x.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_only_what_goes_on_as_it_is_is_made_again(devices: int) -> None:
+    generator, module = torch.Generator().manual_seed(1), Between()
+    data = [torch.randn(4, 6, generator=generator) for _ in range(9)]
+    text = "forward 0-1 2-3; fused 4; backward 0-3; round 1; recompute ahead"
+    strategy = ours(layers=["Sequential"], plan=text, emulation={"poison": True, "delay_seed": 3})
+    assert_same(run("auto", module, data), run(strategy, module, data, devices=devices))

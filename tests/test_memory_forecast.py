@@ -20,9 +20,11 @@ from harness import ours, run
 from stress import all_reports
 
 from lightning_roundpipe.devices import Event
+from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.memory.in_flight import InFlight
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.memory import device_bytes, planned_bytes
+from lightning_roundpipe.planning.crossing import tensor_bytes
+from lightning_roundpipe.planning.memory import boundary_bytes, device_bytes, planned_bytes
 
 WITHIN = 0.05
 REPORTS: list[dict[str, Any]] = []
@@ -104,6 +106,33 @@ def test_what_user_code_holds_is_planned(name: str, devices: int) -> None:
     shares = peaks_over_plan(model(name), batch(name, 64), devices, num_microbatches=4, plan=plan)
     assert max(shares) <= 1.0
     assert devices > 1 or shares[0] >= (0.9 if name == "unet" else 1 - WITHIN)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("name", "n"), [("llama", 6), ("unet", CALLS), ("dense", CALLS), ("t5", 9)])
+def test_the_host_keeps_the_inputs_that_the_plan_counts(
+    name: str, n: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead, outputs that only calls of their own stage take are made again."""
+    kept, expect_gradients = list[int](), Tape.expect_gradients
+
+    def count(tape: Tape) -> None:
+        if not tape.spec.measures:
+            saved = {id(each): each for call in tape.calls for each in call.inputs.saved}
+            kept.append(sum(tensor_bytes(each.tensor) for each in saved.values()))
+        expect_gradients(tape)
+
+    monkeypatch.setattr(Tape, "expect_gradients", count)
+    last, middle = n - 1, n // 2
+    text = f"forward 0-{middle - 2} {middle - 1}-{last - 1}; fused {last}; backward {middle}-{last - 1} 0-{middle - 1}"
+    text += "; round 2" + ("; recompute ahead" if ahead else "")
+    module, one = model(name), batch(name, 8)
+    peaks_over_plan(module, one, 2, num_microbatches=2, plan=text, steps=2)
+    plan, costs = Plan.parse(last_report()["plan"]), Costs.from_dict(last_report()["costs"])
+    assert len(kept) == 2
+    assert sum(kept) == boundary_bytes(plan, costs)
+    if name == "llama":
+        assert (boundary_bytes(plan, costs) < boundary_bytes(replace(plan, recompute_ahead=False), costs)) is ahead
 
 
 @pytest.mark.slow

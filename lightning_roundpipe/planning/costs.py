@@ -247,8 +247,8 @@ class StageBytes:
 
         A backward stage uploads inputs from the host, except for those that it makes again.
         """
-        again = [(before, size) for before, _, size in call.made_again]
-        kept = [*call.shared, *(call.passed if self._phase == "fused" else again)]
+        kept = [*call.shared, *(call.passed if self._phase == "fused" else ())]
+        kept += [(before, size) for before, _, size in call.made_again if self._phase != "fused"]
         found = sum(size for distance, size in kept if distance <= len(self._calls) and self._calls[-distance])
         before = (size for distance, size in call.passed if distance > len(self._calls) > 0)
         return found + (sum(before) if self._phase == "fused" else 0)
