@@ -25,6 +25,7 @@ from lightning_roundpipe.planning.memory import (
     device_items,
     fits,
     host_items,
+    keeping_least,
     least,
     stage_rows,
 )
@@ -123,7 +124,7 @@ class Trial:
         searches = not wish.like_paper and wish.search_seconds > 0  # else few layers are fused, whatever the memory
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory if searches else None)
         lowest = min(usual.min_round, wish.max_round or usual.min_round, self.microbatches)
-        most = _host_round(self.costs, self.shape, self.workers, self.microbatches)
+        most = _host_round(self.costs, self.shape, self.workers, self.microbatches, memory)
         if wish.max_round is not None:
             most = min(most, wish.max_round)
         return Limits(lowest, usual.max_fused, memory, max(lowest, most), not wish.like_paper)
@@ -140,6 +141,7 @@ class Trial:
         plans, whole = [cut], Plan.per_call(len(costs), self.microbatches)
         if self.wish.max_round is None and fits(whole, costs, self.workers, limits.memory):
             plans.append(whole)
+        plans += [keeping_least(plan, costs, self.workers, limits.memory) for plan in plans]
         smallest = min(plans, key=lambda plan: total(self.host_items_of(plan)))
         return next((plan for plan in (cut, *beside) if self.has_room_for(plan)), smallest)
 
@@ -179,7 +181,7 @@ class Trial:
             judged = max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns)
             plan = search_partition(
                 costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host, seconds,
-                judge=self.judge, judged=judged,
+                judge=self.judge, judged=judged, also=[self.smallest],
             )  # fmt: skip
             if seconds and wish.carry_products:
                 plan = carrying_within(
@@ -420,11 +422,12 @@ def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
     return best, plan
 
 
-def _host_round(costs: Costs, shape: ModelShape, workers: int, microbatches: int) -> int:
+def _host_round(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: Memory | None) -> int:
     """Return the most microbatches of a round whose boundary tensors fit in host memory; 0 if the rest does not fit."""
-    each = sum(call.boundary_bytes for call in costs.calls[:-1] if call.needs_backward)
     for one_round in (True, False):
         plan = Plan.per_call(len(costs), microbatches if one_round else 1)
+        plan = keeping_least(plan, costs, workers, memory)
+        each = boundary_bytes(plan, costs) // plan.round_microbatches
         held = total(host_items(plan, costs, shape.parameters, workers, microbatches))
         room = shape.hardware.host_memory - (held - plan.round_microbatches * each)
         found = microbatches if each == 0 else max(0, min(microbatches, room // each))
@@ -461,8 +464,10 @@ def find_longest(shape: ModelShape, workers: int, microbatches: int, memory: int
 
 def plan_of_longest(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> Plan:
     """Return the plan that `find_longest` checks."""
-    most = max(workers, _host_round(costs, shape, workers, microbatches))
-    return smallest_within(costs, workers, microbatches, workers, memory, most)
+    most = max(workers, _host_round(costs, shape, workers, microbatches, memory))
+    plan = smallest_within(costs, workers, microbatches, workers, memory, most)
+    held = total(host_items(plan, costs, shape.parameters, workers, microbatches))
+    return plan if held <= shape.hardware.host_memory else keeping_least(plan, costs, workers, memory)
 
 
 def _why_not(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> str | None:

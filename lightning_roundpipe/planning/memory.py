@@ -358,6 +358,20 @@ def ahead_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) 
     return ahead if fits(ahead, costs, workers, budget) else plan
 
 
+def keeping_least(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> Plan:
+    """Return ``plan`` with equal backward stages, the longest that fit when recomputed ahead: the host keeps least.
+
+    ``budget``: bytes of each worker; None: no limit, so that nothing says how long they may be.
+    """
+    calls = plan.fused.first
+    for size in range(calls, 1, -1) if budget is not None else ():
+        backward = tuple(Span(max(0, last - size + 1), last) for last in range(calls - 1, -1, -size))
+        found = replace(plan, backward=backward, recompute_ahead=True)
+        if fits(found, costs, workers, budget):
+            return found
+    return plan
+
+
 def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, worker: int | None = None) -> list[Item]:
     """Return the parts of `planned_bytes`, each with the stage that needs most of it."""
     stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)

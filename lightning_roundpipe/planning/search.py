@@ -18,7 +18,7 @@ however busy it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -69,6 +69,7 @@ def search_partition(
     search_seconds: float = SEARCH_SECONDS,
     judge: Callable[[Plan], float] | None = None,
     judged: int = 16,
+    also: Sequence[Plan] = (),
 ) -> Plan:
     """The plan with the shortest simulated step (staleness 0) or period of steps (staleness 1) that was found.
 
@@ -87,6 +88,7 @@ def search_partition(
         judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
             leaves out; the lower the better, and infinite for what cannot be taken. By default the time without them.
         judged: how many of the plans that are found ``judge`` is asked about.
+        also: plans that may be taken where ``judge`` refuses those that are found.
 
     Raises:
         ValueError: no plan keeps to the limits, or a number makes no sense.
@@ -103,7 +105,7 @@ def search_partition(
             raise
         return min(beside, key=judge)
     memory, searches = limits.memory, dict[bool, PlanSearch]()
-    plans = [ahead_within(baseline, costs, workers, memory), *beside]
+    plans = [ahead_within(baseline, costs, workers, memory), *also, *beside]
     if not search_seconds:
         return min(unpacking_plans(plans, costs, workers, microbatches, limits), key=judge)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,11 @@ from planning.making import call, even
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.memory import (
     Parameters,
+    boundary_bytes,
     device_bytes,
+    fits,
     host_items,
+    keeping_least,
 )
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
 
@@ -159,3 +163,16 @@ def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_th
     for microbatches, gradients in ((1, 3 * 2 + 4), (4, 40 * 4 + 2)):  # one: moments in int8 are more than that later
         items = host_items(Plan.per_call(layers, 4), costs, known, workers=1, microbatches=microbatches)
         assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
+
+
+def test_stages_that_make_inputs_again_keep_less_on_the_host() -> None:
+    call = CallCost("0", 1.0, 2.0, 100, 50, 10, 1000, needs_backward=True, input_bytes=10)
+    calls = (replace(call, layer=str(i), made_again=((1, 0, 10),) if i else ()) for i in range(7))
+    costs, plan = Costs(tuple(calls)), Plan.per_call(7, 2)
+    assert boundary_bytes(plan, costs) == boundary_bytes(replace(plan, recompute_ahead=True), costs) == 2 * 6 * 10
+    budget = 3 * 150 + 100 + 3 * 1000
+    found = keeping_least(plan, costs, 2, budget)
+    assert [len(span) for span in found.backward] == [3, 3]
+    assert fits(found, costs, 2, budget)
+    assert boundary_bytes(found, costs) == 2 * 2 * 10
+    assert keeping_least(plan, costs, 2, None) == plan
