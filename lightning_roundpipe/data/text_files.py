@@ -21,6 +21,7 @@ from lightning_roundpipe.data.rows import JoinedRows, Rows, WholeRows
 from lightning_roundpipe.data.sequences import Batch, TokenRows
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
 from lightning_roundpipe.messages import PREFIX, plural
+from lightning_roundpipe.model.loading import reading
 
 _CHOICES = {
     "rows": ("joined", "packed", "padded"),
@@ -202,17 +203,11 @@ def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTraine
             "or choose a pretrained model (model=smollm2) or data=random_tokens."
         )
     if isinstance(tokenizer, (str, Path)):
-        if not Path(tokenizer).expanduser().is_dir():
-            raise FileNotFoundError(
-                f"data.tokenizer={str(tokenizer)!r} is not a folder. Name one that a tokenizer's "
-                "save_pretrained() wrote."
-            )
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer).expanduser(), local_files_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"data.tokenizer={str(tokenizer)!r} cannot be read: {type(error).__name__}: {error}. Copy it again."
-            ) from error
+        setting, folder = f"data.tokenizer={str(tokenizer)!r}", Path(tokenizer).expanduser()
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{setting} is not a folder. Name one that a tokenizer's save_pretrained() wrote.")
+        with reading(folder, setting):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not tokenizer.is_fast:
         raise ValueError(
             f"data.tokenizer: {type(tokenizer).__name__} does not say which characters a token stands for, so what is "
