@@ -204,7 +204,7 @@ class Batch(CallingThread):
     """
 
     weights: _Weights
-    calls: _Calls
+    layer_calls: _Calls
 
     def __init__(
         self, flight: Flight, slots: StepSlots, round: Sequence[Slot], index: int, before: Batch | None
@@ -231,7 +231,7 @@ class Batch(CallingThread):
                 for bucket in self.context.model.buckets if self.weights.writes else ():
                     bucket.refresh()
             self.attributes.end()
-            used = {call.worker for call in self.calls.made.calls}
+            used = {call.worker for call in self.layer_calls.trace.calls}
             self.done = [self.context.pool.devices[worker].compute.record() for worker in used]
 
     def _fail(self, error: BaseException, predecessors: Sequence[Any]) -> None:
@@ -249,7 +249,7 @@ class Batch(CallingThread):
             self.spec.scope.fail(error)
         finally:
             self._before = None
-            self.calls.given.clear()
+            self.layer_calls.given.clear()
             super()._end()
 
     def _pass_on(self) -> None:
@@ -290,7 +290,7 @@ class Batch(CallingThread):
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call. User code calls this by way of the intercepted layer."""
-        weights, calls = self.weights, self.calls
+        weights, calls = self.weights, self.layer_calls
         with torch._C.DisableTorchFunction():
             in_place = weights.runs_in_place(layer, args, kwargs)
             if calls.needs_order(layer, args, kwargs):
@@ -669,11 +669,11 @@ class Evaluations:
         batch = flight.last
         if before is None or batch is None or batch.alone or batch.failure or flight.scope.failed or self._kind == ():
             return
-        calls = batch.calls.made.calls
+        calls = batch.layer_calls.trace.calls
         if calls and not before.has_moved and not any(map(_in_order_alone, calls)):
             for call in calls:
                 call.forward_s = math.inf
-            self._known[self._kind] = flight.known = Kind(batch.calls.made, flight.shared)
+            self._known[self._kind] = flight.known = Kind(batch.layer_calls.trace, flight.shared)
 
 
 def _in_order_alone(call: TracedCall) -> bool:

@@ -73,7 +73,7 @@ class CallingThread:
     """
 
     def __init__(self, calls: LayerCalls, after: Signal | None) -> None:
-        self.calls, self.weights, self.sections, self.turns = calls, calls.weights, calls.sections, calls.turns
+        self.layer_calls, self.weights, self.sections, self.turns = calls, calls.weights, calls.sections, calls.turns
         self.context, self.spec, self.index = calls.context, calls.spec, calls.turns.microbatch
         self.runner = calls.turns.runner
         self.ended = Signal()
@@ -165,10 +165,10 @@ class Microbatch(CallingThread):
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call [2, 5]. User code calls this by way of the intercepted layer."""
         with torch._C.DisableTorchFunction():
-            self.calls.check(layer)
+            self.layer_calls.check(layer)
             if self.sections.phase == "backward":
-                return call_again(self.calls, self.tape, layer, args, kwargs)
-            return self.calls.call(layer, args, kwargs)
+                return call_again(self.layer_calls, self.tape, layer, args, kwargs)
+            return self.layer_calls.call(layer, args, kwargs)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Microbatch(CallingThread):
             loss = loss_of(output)
             with torch._C.DisableTorchFunction():
                 weights.check_after()
-                self.calls.shared.assert_unmodified()
+                self.layer_calls.shared.assert_unmodified()
                 weights.refuse_late()
                 if loss is not None:
                     result.weight = self.spec.loss_weights.of(self.index, loss, weights.mode.targets)

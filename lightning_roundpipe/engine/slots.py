@@ -99,7 +99,7 @@ class Slot:
         index: position in the engine's sequence of slots.
         worker: number of its worker.
         phase: "forward", "fused" or "backward".
-        calls: calls of the trace.
+        call_indices: positions of its calls in the trace.
         layers: the layers of these, whose weights it needs.
         sums: by call, the host sums of gradients that it adds to.
         microbatches: the microbatches that it serves, in order.
@@ -116,7 +116,7 @@ class Slot:
     index: int
     worker: int
     phase: Phase
-    calls: Sequence[int]
+    call_indices: Sequence[int]
     layers: Sequence[HostLayer]
     sums: dict[int, HostGradSums]
     microbatches: Sequence[int]

@@ -257,17 +257,17 @@ class Step:
 
     def finish(self) -> StepGradients | None:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
-        made = self.microbatches
-        if all(microbatch.result.loss is None for microbatch in made):
+        microbatches = self.microbatches
+        if all(microbatch.result.loss is None for microbatch in microbatches):
             self.readiness.passed(set())
             return None
         context, learned = self.context, self.context.learned
-        read = set().union(*(microbatch.weights.read for microbatch in made))
+        read = set().union(*(microbatch.weights.read for microbatch in microbatches))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
         self.readiness.passed(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
-        proxies = [microbatch.weights.mode.proxies for microbatch in made]
-        counts = [microbatch.result.weight for microbatch in made]
+        proxies = [microbatch.weights.mode.proxies for microbatch in microbatches]
+        counts = [microbatch.result.weight for microbatch in microbatches]
         factor = self.spec.loss_weights.factor(counts) / context.model.formats.scales.outside(self.spec.version)
         readiness = self.readiness if self.spec.updates is not None else None
         if context.exchange is None:
