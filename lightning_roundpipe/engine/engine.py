@@ -305,7 +305,7 @@ class Engine:
         kept = [run.sections.attributes for run in runs if run.sections.attributes is not None]
         if kept:
             if any(run.turns.ended_early for run in runs):
-                shared.leave_latest(kept)
+                shared.store_latest(kept)
             shared.rewind()
             buffers.show(-1)
 

@@ -101,7 +101,7 @@ class _Sections(UserSections):
     def enter(self, section: int | None = None) -> None:
         """Enter a section, the last one without a turn, and when the batch before has ended [2]."""
         if not self.turns.ended_early:
-            self.turns.leave()
+            self.turns.release()
             self._wait_for_before()
         super().enter(section)
 
@@ -241,7 +241,7 @@ class Batch(CallingThread):
     def _end(self) -> None:
         """End behind the batches before."""
         try:
-            self._pass_on()
+            self._release_successors()
             self._wait_for_before()
         except Cancelled:
             pass
@@ -252,11 +252,11 @@ class Batch(CallingThread):
             self.layer_calls.given.clear()
             super()._end()
 
-    def _pass_on(self) -> None:
+    def _release_successors(self) -> None:
         """Let the batches behind go on."""
-        self.turns.leave()
-        self.sections.close()
-        self.sections.let_pass()
+        self.turns.release()
+        self.sections.exit()
+        self.sections.release_successors()
 
     def _wait_for(self, signal: Signal) -> None:
         self.context.pool.baton.wait(self.runner, signal.then)
@@ -271,7 +271,7 @@ class Batch(CallingThread):
             return
         self.alone = True
         self._flight.close()
-        self._pass_on()
+        self._release_successors()
         self._wait_for_before()
         for slot in self._flight.slots():
             self._wait_for(slot.gradients.sent)
@@ -408,7 +408,7 @@ class Flight:
         round_, before = self._rounds[-1], self.last
         batch = self.last = Batch(self, round_.layout, round_.slots, index, before)
         if begins and before is not None:
-            batch.turns.follows = before.turns.passed
+            batch.turns.predecessor_progress = before.turns.progress
         self.tasks = [task for task in self.tasks if not task.finished]
         work = functools.partial(batch.around.run, batch.run, function)
         self.tasks.append(self.context.pool.thread(index % self._size).submit(work))
@@ -440,7 +440,7 @@ class Flight:
         started = max(self._count, last.batches.start)
         for batch in range(started, last.batches.stop):
             for slot in last.slots:
-                self.context.pool.workers[slot.worker].turns.leave(slot, batch)
+                self.context.pool.workers[slot.worker].tickets.release(slot, batch)
         last.batches = range(last.batches.start, min(started, last.batches.stop))
 
     def close(self) -> None:
@@ -615,7 +615,7 @@ class Evaluations:
     def pause_hooks(self) -> None:
         """Let batches run user code."""
         if self._flight is not None:
-            self._flight.shared.hooks.leave()
+            self._flight.shared.hooks.exit()
         self._streams.close()
         self._has_baton = False
 
@@ -651,7 +651,7 @@ class Evaluations:
         if scope.failed:
             self._context.gradients.drop()  # downloads into them may have been aborted
         flight.shared.come_to()
-        flight.shared.hooks.leave()
+        flight.shared.hooks.exit()
         self._around.close()
         self._learn(flight)
         self._see(flight, math.inf)

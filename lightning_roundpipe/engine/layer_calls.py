@@ -69,15 +69,15 @@ class LayerCalls:
         """Run a layer call on a worker, between two sections of user code."""
         sections, turns = self.sections, self.turns
         if layer.seen.sets_attributes and (slot := turns.coming(layer)) is not None:
-            sections.close()
-            turns.come_to(slot)  # within its turn, it finds what the call of the microbatch before has set
+            sections.exit()
+            turns.acquire(slot)  # within its turn, it finds what the call of the microbatch before has set
             sections.enter(sections.number)
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
         given = call.inputs.arguments.tensors
-        sections.close()
-        if turns.follows is not None:  # where it leaves layers out that the other one calls
-            turns.wait_for(turns.follows, turns.next)
+        sections.exit()
+        if turns.predecessor_progress is not None:  # where it leaves layers out that the other one calls
+            turns.wait_for(turns.predecessor_progress, turns.next)
         sections.begun.set()
         outcome = self.forward(call, taped=traced.taped)
         assert turns.device is not None
@@ -85,7 +85,7 @@ class LayerCalls:
         self.trace.calls.append(traced)
         layer.seen.sets_attributes |= outcome.sets_attributes
         if layer.buffers.mutable:
-            turns.let_follow()
+            turns.publish_progress()
         if sections.memory is not None:
             sections.memory.called(traced, given, outcome.result)
         sections.enter()
@@ -93,7 +93,7 @@ class LayerCalls:
         if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
-            turns.slots.give_up(call.slot)
+            turns.slots.discard(call.slot)
         return result
 
     def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
@@ -123,7 +123,7 @@ class LayerCalls:
             turns.next = found + 1
             call.planned = True
             if not layer.buffers.mutable:  # else behind the call, whose buffers the other one finds
-                turns.let_follow()
+                turns.publish_progress()
         behind = len(self.trace.calls) + (len(planned.calls) if planned is not None else 0)
         call.index = found if found is not None else behind
         return traced
@@ -200,7 +200,7 @@ class Tape:
             if call.gradients:
                 self.backward(call)
             elif call.slot is not None:
-                self.turns.slots.give_up(call.slot)
+                self.turns.slots.discard(call.slot)
             call.gradients.close()
             call.graph = call.slot = None
 
@@ -346,5 +346,5 @@ class Tape:
                 with self.weights.mode, torch.autograd.set_multithreading_enabled(False):
                     yield
             finally:
-                sections.close()
+                sections.exit()
         turns.device = before

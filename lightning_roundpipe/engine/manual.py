@@ -119,10 +119,10 @@ class _Sections(UserSections):
         super().enter()
         self.random.restore()
 
-    def close(self) -> None:
+    def exit(self) -> None:
         if self.is_open:
             self.random = CallerRandomState([])
-        super().close()
+        super().exit()
 
 
 class _Weights(WeightGuard):
@@ -229,7 +229,7 @@ class ManualMicrobatch(Microbatch):
 
     def _end(self) -> None:
         self.weights.end()
-        self.sections.close()
+        self.sections.exit()
         self.sections.random.restore()
         super()._end()
 
@@ -272,7 +272,7 @@ class ManualMicrobatch(Microbatch):
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with sections.noted(), one_thread, torch._C._EnableTorchFunction():
                 mode.run_backward(losses, seeds)
-            sections.close()
+            sections.exit()
             self._walk(retain=bool(retain_graph))
             self._slots.hand_out()
             self.turns.activations.forget_dead()

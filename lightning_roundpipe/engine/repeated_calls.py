@@ -118,7 +118,7 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     call.index = again + len(planned.calls if planned is not None else traced)
     call.reconnect = functools.partial(_reconnect, tape, call, traced[again], call.inputs.arguments.tensors)
     given = call.inputs.arguments.tensors
-    sections.close()
+    sections.exit()
     outcome = calls.forward(call, taped=call.is_taped)
     layer.seen.sets_attributes |= outcome.sets_attributes
     sections.enter(again + 1)
@@ -143,7 +143,7 @@ def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
     """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
     turns, sections = tape.turns, tape.sections
     before = turns.device
-    sections.close()
+    sections.exit()
     gradients, device = tape.through(call)
     given = [
         None if g is None else tape.moved(g, device, edge.home)

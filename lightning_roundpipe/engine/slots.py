@@ -4,8 +4,8 @@ A slot is a stage of one step on one worker. Slot i runs on worker i mod N. A wo
 and of each slot the microbatches in theirs: every pair has a ticket, and one counter says which ticket is served. This
 total order is why no wait can be part of a cycle.
 
-    enter ── wait until one's ticket is served ── the first to enter opens the slot ── [1]
-    leave ── pass on one's ticket, or give it up before it has come ── [2]
+    acquire ── wait until one's ticket is served ── the first to enter opens the slot ── [1]
+    release ── pass on one's ticket, or give it up before it has come ── [2]
     the last ticket of a slot ── the slot is closed: its gradients leave, and the next slot's weights come ── [3]
 """
 
@@ -83,7 +83,7 @@ class SlotGradients:
         """Return what is reached once another slot's gradients of ``call`` may follow to the host."""
         return self.left.get(call, self.sent)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let others follow, when all are on their way."""
         self.after = []
         for left in self.left.values():
@@ -139,11 +139,11 @@ class Slot:
         """Return whether it has the layer's weights."""
         return layer.index in self.weights.uploads
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let go of the memory, when all gradients are on their way."""
         for upload in self.weights.uploads.values():
             upload.segment = None
-        self.gradients.let_go()
+        self.gradients.release()
 
     def ticket(self, microbatch: int) -> int:
         return self.first + microbatch - self.microbatches[0]
@@ -154,7 +154,7 @@ class Slot:
         return self.first + len(self.microbatches)
 
 
-class SlotTurns:
+class TicketQueue:
     """The turns of one worker. Every method is called with the baton held.
 
     Args:
@@ -178,7 +178,7 @@ class SlotTurns:
         self._tickets = slot.end
         self.slots.append(slot)
 
-    def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+    def acquire(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
         """Wait for the turn of ``microbatch`` in ``slot`` [1].
 
         ``coming`` is called once the turn is the next one, on any thread that holds the baton, unless it has come.
@@ -200,7 +200,7 @@ class SlotTurns:
         else:
             self._baton.wait(runner, subscribe)
 
-    def leave(self, slot: Slot, microbatch: int) -> None:
+    def release(self, slot: Slot, microbatch: int) -> None:
         """End a turn, or give up one that has not come [2]."""
         self._ended.add(slot.ticket(microbatch))
         while self._serving in self._ended:

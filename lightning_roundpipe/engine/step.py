@@ -142,7 +142,7 @@ class Step:
                 after = None if before is None else before.ended if in_order else before.sections.begun
                 microbatch = self._make_microbatch(index, after, rounds[index // size])
                 if before is not None and self.plan is not None and index % size == 0:
-                    microbatch.turns.follows = before.turns.passed
+                    microbatch.turns.predecessor_progress = before.turns.progress
                 microbatch.ended.then(self._microbatch_ended)
                 self.microbatches.append(microbatch)
         finally:
@@ -187,7 +187,7 @@ class Step:
             self.before._wait_for_end()
             self.started = max(self.started, self.before.started + self.before.seconds)
             self.before = None
-            self.spec.scope.part()
+            self.spec.scope.unfollow()
         for microbatch in self.microbatches:
             if microbatch.result.computed is not None and not self.spec.scope.failed:
                 microbatch.result.computed.wait()
@@ -259,12 +259,12 @@ class Step:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
         microbatches = self.microbatches
         if all(microbatch.result.loss is None for microbatch in microbatches):
-            self.readiness.passed(set())
+            self.readiness.set_read(set())
             return None
         context, learned = self.context, self.context.learned
         read = set().union(*(microbatch.weights.read for microbatch in microbatches))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
-        self.readiness.passed(learned.read_by_user_code)
+        self.readiness.set_read(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
         proxies = [microbatch.weights.mode.proxies for microbatch in microbatches]
         counts = [microbatch.result.weight for microbatch in microbatches]

@@ -211,7 +211,7 @@ class SharedAttributes:
         for place, held in self.start.items():
             held.put(place[1], in_place=True)
 
-    def leave_latest(self, views: Sequence[AttributeView]) -> None:
+    def store_latest(self, views: Sequence[AttributeView]) -> None:
         """Let the last one of ``views`` to have set an attribute leave there what all of them have.
 
         One that calls fewer layers may end before the one in front of it.
@@ -262,7 +262,7 @@ class AttributeView:
             held = _read(holder, name)
             self._section[place] = held.copied() if in_place else held
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Leave the section. What it has set is its own from here on, also where it was the same before."""
         _thread.view = None
         state, section, self._section = self.state, self._section, {}
@@ -284,7 +284,7 @@ class AttributeView:
 
     def end(self) -> None:
         """Leave the last section, and find out which attributes are left changed."""
-        self.leave()
+        self.exit()
         state = self.state
         for place, held in self.values.items():
             left = not _alike(held.seen(place[1]), self._found[place])
