@@ -359,7 +359,7 @@ class Engine:
             self.updates is not None
             and self.updates.begun
             and context.learned.plan is not None
-            and not context.shared.put_back
+            and not context.shared.restored
             and not context.learned.logs_in_backward
             and not context.learned.calls_in_backward
         )

@@ -102,8 +102,8 @@ class LayerCalls:
         state, contents, attributes = context.attributes.of(layer)
         thread_state = context.thread_state()
         seed = (*spec.seed, spec.first + turns.microbatch, layer.index, use)
-        if state is not None and state.carried:
-            attributes = {**state.carried, **attributes}
+        if state is not None and state.with_tensors:
+            attributes = {**state.with_tensors, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
         needs = tuple([thread_state.grad and t.requires_grad for t in arguments.tensors])
         edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
