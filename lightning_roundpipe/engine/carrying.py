@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.alike import ALIGNED, apart, copy_alike, reach
+from lightning_roundpipe.devices.alike import ALIGNED, copy_alike, misalignment, reach
 from lightning_roundpipe.engine.activations import download_parts
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     def behind(cls, end: int, tensor: Tensor) -> Place:
         """Return the first place for ``tensor`` from byte ``end`` on that has its alignment."""
         size = tensor.itemsize
-        start = end + -end % ALIGNED + apart(tensor) * size
+        start = end + -end % ALIGNED + misalignment(tensor) * size
         return cls(start, reach(tensor) * size, tensor.dtype, tensor.shape, tensor.stride())
 
     def bytes_of(self, block: Tensor) -> Tensor:

@@ -116,7 +116,9 @@ class Engine:
         compiler, formats = forwards_of(options), formats or Formats()
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
-            self.model = model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
+            self.model = model = HostModel(
+                module, found.layers, devices[0], formats, double_buffered=bool(options.staleness)
+            )
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
         self.hints = Hints(inform)
@@ -438,7 +440,7 @@ class Engine:
             return
         exchange = self.context.exchange
         if exchange is not None:
-            exchange.step_apart(optimizer is not None)
+            exchange.set_asynchronous(optimizer is not None)
         self._drain()
         before, self.updates = self.updates, None
         if optimizer is not None:

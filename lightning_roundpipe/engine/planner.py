@@ -340,7 +340,9 @@ class Planner:
         learned.plan = learned.costs = learned.trace = None
         context.randomness.learning = True
         model = context.model
-        begin_to_train(model.layers, model.buckets[0].masters, model.formats, apart=bool(self._options.staleness))
+        begin_to_train(
+            model.layers, model.buckets[0].masters, model.formats, double_buffered=bool(self._options.staleness)
+        )
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()

@@ -65,7 +65,7 @@ class SlotGradients:
 
     Attributes:
         left: by call, reached once the next slot's gradients may follow to the host.
-        apart: whether the slot starts sums of its own, which the host adds to those of the slots before.
+        own_sums: whether the slot starts sums of its own, which the host adds to those of the slots before.
         on_worker: by call, the sums that are not on their way yet.
         free: ends of what uses their memory before.
         after: slots that have added to the same host sums before.
@@ -73,7 +73,7 @@ class SlotGradients:
     """
 
     left: dict[int, Signal]
-    apart: bool
+    own_sums: bool
     on_worker: dict[int, DeviceGradSums] = field(default_factory=dict)
     free: list[Event] = field(default_factory=list)
     after: list[Slot] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Slot:
     spec: StepSpec
     round: int = 0
     position: int | None = None
-    apart: InitVar[bool] = False
+    own_sums: InitVar[bool] = False
     unpacks_once: InitVar[bool] = False
     weights: SlotWeights = field(init=False)
     gradients: SlotGradients = field(init=False)
@@ -131,9 +131,9 @@ class Slot:
     opened: bool = False
     first: int = 0
 
-    def __post_init__(self, apart: bool, unpacks_once: bool) -> None:
+    def __post_init__(self, own_sums: bool, unpacks_once: bool) -> None:
         self.weights = SlotWeights({layer.index: LayerUpload() for layer in self.layers}, unpacks_once)
-        self.gradients = SlotGradients({call: Signal() for call in self.sums}, apart)
+        self.gradients = SlotGradients({call: Signal() for call in self.sums}, own_sums)
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""

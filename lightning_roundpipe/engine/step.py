@@ -91,8 +91,8 @@ class Step:
         plan, context = self.plan, self.context
         if plan is None:
             return StepSlots(context, self.spec, None, self.readiness)
-        apart = plan.side_by_side(len(context.pool.workers), self.spec.loss_weights.count)
-        return StepSlots(context, self.spec, context.learned.trace, self.readiness, apart=apart)
+        own_sums = plan.side_by_side(len(context.pool.workers), self.spec.loss_weights.count)
+        return StepSlots(context, self.spec, context.learned.trace, self.readiness, own_sums=own_sums)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
         return Microbatch.of(self.context, self.slots, index, after, slots)

@@ -40,7 +40,7 @@ class StepSlots:
         spec: what is fixed for the step.
         trace: the calls of the plan; None without a plan.
         readiness: is told when gradients are complete; None if there are none.
-        apart: whether slots start sums of their own, which the host adds up.
+        own_sums: whether slots start sums of their own, which the host adds up.
 
     Attributes:
         all: the slots of the plan, in order, or those that calls were given.
@@ -49,10 +49,10 @@ class StepSlots:
 
     def __init__(
         self, context: Context, spec: StepSpec, trace: Trace | None = None, readiness: GradReadiness | None = None, *,
-        apart: bool = False,
+        own_sums: bool = False,
     ) -> None:  # fmt: skip
         self._context, self.spec, self.trace = context, spec, trace
-        self._readiness, self._apart = readiness, apart
+        self._readiness, self._own_sums = readiness, own_sums
         self.all: list[Slot] = []
         self.sums: dict[tuple[int, ...], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
@@ -91,7 +91,7 @@ class StepSlots:
         index = next(self._context.slots)
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)], sums,
-            microbatches, self.spec, number, position, apart=self._apart, unpacks_once=stage.unpacks_once,
+            microbatches, self.spec, number, position, own_sums=self._own_sums, unpacks_once=stage.unpacks_once,
         )  # fmt: skip
         self._follow(slot)
         return slot
@@ -142,7 +142,7 @@ class StepSlots:
         """Return the host sums of a call's gradients, of all microbatches or of one; None if nothing is trained."""
         key = layer.index, -1 if microbatch is None else microbatch, use
         if (known := self.sums.get(key)) is None:
-            known = self.sums[key] = self._context.gradients.begin(layer, key[1:], apart=self._apart)
+            known = self.sums[key] = self._context.gradients.begin(layer, key[1:], own_sums=self._own_sums)
         return known if known.layout.nbytes else None
 
 

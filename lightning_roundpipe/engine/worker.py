@@ -269,7 +269,7 @@ class Worker:
             runner: the calling thread.
             present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
-        for before in slot.gradients.after if not slot.gradients.apart else ():
+        for before in slot.gradients.after if not slot.gradients.own_sums else ():
             self._baton.wait(runner, before.gradients.sent.then)
         if memory.last is not None:
             self._baton.wait(runner, memory.last.then)
@@ -412,7 +412,7 @@ class Worker:
         """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
         layer.seen.uses.otherwise([position])
         master = layer.masters[position]
-        if layer.bucket.apart and master.requires_grad:
+        if layer.bucket.double_buffered and master.requires_grad:
             name = next(name for name, parameter in layer.module.named_parameters() if parameter is master)
             raise RoundPipeError(
                 f"layer {layer.name!r} uses its weight {name!r} otherwise than in the first batch, where autocast cast "

@@ -414,7 +414,12 @@ class GradientMemory:
         self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
 
     def begin(
-        self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None, *, apart: bool = False
+        self,
+        layer: HostLayer,
+        use: tuple[int, ...],
+        trainable: tuple[bool, ...] | None = None,
+        *,
+        own_sums: bool = False,
     ) -> HostGradSums:
         """Return the sum of one call's gradients in a new batch.
 
@@ -422,13 +427,13 @@ class GradientMemory:
             layer: the layer.
             use: tells the calls of the layer apart.
             trainable: per master, whether it is trained. Default: as it was at the last `drop`.
-            apart: whether each round's sum travels alone, and the host adds it.
+            own_sums: whether each round's sum travels alone, and the host adds it.
         """
         call = layer.index, use, trainable
         if (layout := self._layouts.get(call)) is None:
             trained = self._trained[layer.index] if trainable is None else trainable
             layout = self._layouts[call] = GradientLayout(layer, trained, self.reduction.dtype)
-        adds = layout.narrowed or (apart and layout.nbytes > 0)
+        adds = layout.narrowed or (own_sums and layout.nbytes > 0)
         return HostGradSums(layer, layout, self.pool, self.reduction if adds else None)
 
     def drop(self) -> None:

@@ -186,7 +186,7 @@ def test_where_all_gradients_are_needed_each_layer_has_memory(why: str, monkeypa
 def layer() -> Iterator[HostLayer]:
     [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     module = nn.Linear(SIZE, SIZE, bias=False)
-    [made] = host_layers({"layer": module}, device, Formats(), apart=False, mapped=())
+    [made] = host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())
     make_buckets([made], module.parameters())
     made.device = device  # type: ignore[attr-defined]
     yield made
