@@ -539,7 +539,7 @@ class Engine:
         Returns:
             What ``function`` returned.
         """
-        self.begin_evaluations(kind, 1, alone=True)
+        self.begin_evaluations(kind, 1, exclusive=True)
         try:
             batch = self.evaluations.start(functools.partial(function, *args))
             assert batch is not None
@@ -551,8 +551,8 @@ class Engine:
 
     @interrupts_deferred()
     @remedied()
-    def begin_evaluations(self, kind: Hashable, in_flight: int, *, alone: bool = False) -> None:
-        """Let `evaluations` run several batches of ``kind`` at a time, or one ``alone``."""
+    def begin_evaluations(self, kind: Hashable, in_flight: int, *, exclusive: bool = False) -> None:
+        """Let `evaluations` run several batches of ``kind`` at a time, or one exclusively."""
         self.evaluations.end()
         self.context.pool.refuse_broken()
         self._drain()
@@ -562,7 +562,7 @@ class Engine:
         for device in self.context.pool.devices:
             device.follow_caller()
         version = self.updates.submitted if self.updates is not None else 0
-        self.evaluations.begin(kind, version, in_flight, alone=alone)
+        self.evaluations.begin(kind, version, in_flight, exclusive=exclusive)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

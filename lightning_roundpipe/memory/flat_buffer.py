@@ -96,7 +96,7 @@ class FlatBuffer:
         size = 0 if self.in_place else nbytes
         self.buffer = torch.empty(size, dtype=torch.uint8) if pageable else self._device.host_buffer(size)
         if self.in_place:
-            self._homes = self.views = [_alone(p.data) for p in self.masters]
+            self._homes = self.views = [_with_own_storage(p.data) for p in self.masters]
         else:
             self._homes = [with_own_storage(s, self.buffer) for s in self.segments]
             self.views = list(self._homes)
@@ -183,11 +183,11 @@ class FlatBuffer:
             and not (self.in_place or self._double_buffered or self._strays)
             and any(map(is_halved, self.segments, self.places))
             and all(view.is_contiguous() for view in self.views)
-            and self._holds_alone
+            and self._is_sole_holder
         )
 
     @property
-    def _holds_alone(self) -> bool:
+    def _is_sole_holder(self) -> bool:
         """Whether only the masters and this buffer hold their memory."""
         return all(holders(home) <= ALONE + 1 for home in self._homes)
 
@@ -237,7 +237,7 @@ class FlatBuffer:
         if self._split is not None:
             if self._split.is_split:
                 return
-            if self._holds_alone:
+            if self._is_sole_holder:
                 self._split.split_again()
             else:
                 self.unshare()
@@ -331,7 +331,7 @@ def _may_be_held(tensor: Tensor) -> bool:
     return holders(tensor) > ALONE or not tensor.untyped_storage().resizable()
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the contiguous ``tensor`` with a storage of just its size: weights of a mapped file share one storage."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor

@@ -148,20 +148,20 @@ class _Block:
         self.generation = home.generation
         self.filled: Event | None = None
         """The end of the last download into it, or of the addition."""
-        self._alone = holders(flat)
+        self._own_holders = holders(flat)
         self._views: dict[tuple[ParamSlice, ...], list[Tensor]] = {}
 
     def views(self, slices: tuple[ParamSlice, ...]) -> list[Tensor]:
         """Return the gradients as cached views. Making one takes longer than the update of a small parameter."""
         if (views := self._views.get(slices)) is None:
             views = self._views[slices] = [segment.view(self.flat) for segment in slices]
-            self._alone += len(views)
+            self._own_holders += len(views)
         return views
 
     @property
     def unused(self) -> bool:
         """Whether only the pool holds the memory."""
-        return holders(self.flat) == self._alone
+        return holders(self.flat) == self._own_holders
 
 
 class _Blocks:
