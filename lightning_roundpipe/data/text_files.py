@@ -6,7 +6,6 @@ model. Nothing is dropped silently.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -60,8 +59,6 @@ class TextFiles(TokenRows):
         max_validation_sequences: validate on at most this many rows, evenly spread. ``None``: on all.
         seed: seed of the split and of the order of rows.
         num_workers: processes that load data.
-        cache_folder: folder that keeps the tokens for later runs. ``None``: ``lightning_roundpipe`` in the user's cache
-            folder.
         chat_template: a file with a Jinja template for conversations, or "plain": each message under a heading with its
             role. ``None``: the tokenizer's template.
     """
@@ -81,7 +78,6 @@ class TextFiles(TokenRows):
         max_validation_sequences: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
-        cache_folder: str | Path | None = None,
         chat_template: str | Path | None = None,
     ) -> None:
         for name, value in (("rows", rows), ("loss_on", loss_on), ("too_long", too_long)):
@@ -97,7 +93,6 @@ class TextFiles(TokenRows):
         self._encoder = Encoder(made, loss_on, _template(chat_template))
         paths = {"data.path": path, "data.validation_path": validation_path}
         self._paths = {setting: Path(given).expanduser() for setting, given in paths.items() if given is not None}
-        self._cache = _default_cache() if cache_folder is None else Path(cache_folder).expanduser()
         self.rows, self.vocab_size = rows, vocab_size
         self._too_long, self._fraction, self._most = too_long, validation_fraction, most
         self._stores: list[TokenStore] = []
@@ -120,7 +115,7 @@ class TextFiles(TokenRows):
             self.training, self.validation = rows
 
     def _open(self, path: Path, setting: str) -> TokenStore:
-        store = open_store(path, setting, self._encoder, self._cache)
+        store = open_store(path, setting, self._encoder)
         largest = store.column("largest").max()
         if largest >= self.vocab_size:
             raise ValueError(
@@ -227,10 +222,6 @@ def _template(chosen: str | Path | None) -> str | None:
             "to null for the tokenizer's own."
         )
     return file.read_text(encoding="utf-8")
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_roundpipe"
 
 
 def _tell(*facts: str) -> None:

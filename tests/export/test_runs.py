@@ -64,7 +64,7 @@ def test_the_tokenizer_of_the_data_comes_along(base: Path, tmp_path: Path) -> No
     tiny_tokenizer().save_pretrained(folder)
     from_config("llama", **{**SIZES, "vocab_size": 300}, **HEADS).model.save_pretrained(model)
     tiny_tokenizer(None).save_pretrained(model)
-    data = ["data=texts", f"data.path={texts}", f"data.cache_folder={tmp_path}"]
+    data = ["data=texts", f"data.path={texts}"]
     options = ["model=folder", f"model.folder={model}", *data, "data.sequence_length=32"]
     train(tmp_path / "run", *options, f"data.tokenizer={folder}")
     export(tmp_path / "run", tmp_path / "to")

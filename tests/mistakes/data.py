@@ -33,7 +33,7 @@ def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[
 
 def _open(user: User, **settings: Any) -> None:
     options: dict[str, Any] = {"path": user.folder, "tokenizer": tokenizers.tiny_tokenizer(), "vocab_size": 300}
-    options |= {"sequence_length": 16, "batch_size": 1, "cache_folder": user.folder / "cache"} | settings
+    options |= {"sequence_length": 16, "batch_size": 1} | settings
     TextFiles(**options).setup("fit")
 
 
