@@ -162,7 +162,7 @@ class Engine:
         self.reports = Reports(len(devices))
         self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
-        self._given: StepGradients | None = None
+        self._gradients: StepGradients | None = None
         """The gradients behind the losses that the last window returned."""
         self._looked_at = False
         """Whether user code may have read or written weights since the last window, or a step has failed."""
@@ -232,7 +232,7 @@ class Engine:
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
             self.planner.learn(step, self._drain)
-            self._given = step.gradients
+            self._gradients = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         except Exception as error:
@@ -321,21 +321,21 @@ class Engine:
     def _prepare(self, *, zero_grad: bool) -> None:
         """Settle the last window's gradients, then prepare the weights for a new one."""
         self.evaluations.end()
-        given, self._given = self._given, None
-        unused = given is not None and not given.handed_out
+        gradients, self._gradients = self._gradients, None
+        unused = gradients is not None and not gradients.handed_out
         if self.updates is not None:
             if unused:
                 self._drain()
-            if given is not None and self._step_in_flight is None:
-                given.arrive()  # if this step fails, the devices stop, and the update would be incomplete
+            if gradients is not None and self._step_in_flight is None:
+                gradients.arrive()  # if this step fails, the devices stop, and the update would be incomplete
             try:
                 self.updates.begin(zero_grad=zero_grad)
             except Exception:
                 with contextlib.suppress(Exception):  # an update has failed the step in flight, too
                     self._drain()
                 raise
-        elif given is not None and unused:
-            given.release()
+        elif gradients is not None and unused:
+            gradients.release()
         self.context.pool.refuse_broken()
         if self.planner.is_outdated():
             self.settle()
@@ -390,7 +390,7 @@ class Engine:
             self._looked_at = True
             self.context.gradients.drop()  # they hold part of a step, or wait for downloads that will never finish
             self.model.buffers.drop()
-            before, self._step_in_flight, self._given = self._step_in_flight, None, None
+            before, self._step_in_flight, self._gradients = self._step_in_flight, None, None
             for broken in (before, step):
                 if broken is not None:
                     self._end(broken, failed=True)

@@ -161,20 +161,20 @@ class _Calls(LayerCalls):
         close: lets no more batches start.
 
     Attributes:
-        given: lists, dicts and objects that each layer was given.
+        seen: lists, dicts and objects that each layer has got.
     """
 
     def __init__(self, sections: UserSections, weights: _Weights, close: Callable[[], None]) -> None:
         super().__init__(sections, weights, [])
         self._close = close
-        self.given: defaultdict[int, list[Any]] = defaultdict(list)
+        self.seen: defaultdict[int, list[Any]] = defaultdict(list)
 
     def needs_order(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the plan does not have the call, or the layer gets an object that it may have written to."""
-        trace, known = self.turns.slots.trace, self.given[layer.index]
-        given = [value for value in (*args, *kwargs.values()) if is_box(value)]
-        again = any(one is other for one in given for other in known)
-        known += given
+        trace, known = self.turns.slots.trace, self.seen[layer.index]
+        objects = [value for value in (*args, *kwargs.values()) if is_box(value)]
+        again = any(one is other for one in objects for other in known)
+        known += objects
         return again or (trace is not None and trace.find(layer, self.turns.next, taped=False) is None)
 
     def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
@@ -249,7 +249,7 @@ class Batch(CallingThread):
             self.spec.scope.fail(error)
         finally:
             self._before = None
-            self.layer_calls.given.clear()
+            self.layer_calls.seen.clear()
             super()._end()
 
     def _release_successors(self) -> None:
@@ -486,7 +486,7 @@ class Evaluations:
 
     @interrupts_deferred()
     def begin(self, kind: Hashable, version: int, in_flight: int, *, exclusive: bool = False) -> None:
-        """Begin to run batches of ``kind``, at most ``in_flight`` at a time, or one exclusively, which shows its kind."""
+        """Begin to run batches of ``kind``, ``in_flight`` at a time, or one exclusively, which shows its kind."""
         context, self._kind = self._context, kind
         known = self._known.pop(kind) if kind in self._known and exclusive else self._known.get(kind)
         context.attributes.begin()

@@ -267,7 +267,7 @@ class ManualMicrobatch(Microbatch):
             if (scale := formats.scales.manual) != 1.0:
                 seed, mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
                 pairs = zip(losses, gradients, strict=True)
-                seeds = [filled_like(loss, seed) if given is None else given * seed for loss, given in pairs]
+                seeds = [filled_like(loss, seed) if grad is None else grad * seed for loss, grad in pairs]
             self.tape.expect_gradients()
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with sections.noted(), one_thread, torch._C._EnableTorchFunction():
@@ -354,8 +354,8 @@ class _ManualUserCode(UserCodeMode):
         """Take the arguments of both functions, which name the second one otherwise."""
         gradients = named.get("gradient", named.get("grad_tensors", gradients))
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
-        self._differentiate(losses, given, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        grads = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
+        self._differentiate(losses, grads, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
 
     def run_backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Run backward through user code, under this mode."""
