@@ -374,7 +374,7 @@ class Executor:
                 return collecting(forward, *built.args, **built.kwargs)
 
         result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
-        torch._C._set_grad_enabled(grad)  # the layer may have left it otherwise
+        torch.set_grad_enabled(grad)  # the layer may have left it otherwise
         output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict

@@ -33,7 +33,6 @@ from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine, WindowResult
-from lightning_roundpipe.trainer.hook_audit import sees_each_batch
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 
@@ -44,19 +43,20 @@ class Window:
         module: the module in training. Lightning's loop has come to the first batch.
         options: say how batches are cut and weighed.
         args: the arguments of ``training_step`` for the first batch.
+        serial: why its batches run one at a time; None if they need not.
 
     Attributes:
         span: the number of batches that the loop counts until the window ends, with those that it skips.
         samples: samples of each microbatch.
     """
 
-    def __init__(self, module: LightningModule, options: Options, args: tuple[Any, ...]) -> None:
+    def __init__(self, module: LightningModule, options: Options, args: tuple[Any, ...], serial: str | None) -> None:
         self._module, self._trainer = module, module.trainer
         epoch, self._accumulated = self._trainer.fit_loop.epoch_loop, self._trainer.accumulate_grad_batches
         to_come = -epoch.batch_progress.current.ready % self._accumulated
         fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
         batches: list[Any] = [args[0]]
-        self._serial = sees_each_batch(self._trainer, module)
+        self._serial = serial
         statistics = epoch.automatic_optimization._skip_backward  # a pass for those of BatchNorm
         if fetcher is not None and not (self._serial or statistics):
             batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
