@@ -610,7 +610,7 @@ class Evaluations:
             self._streams.enter_context(self._holding(flight))
             self._has_baton = True
             self._streams.enter_context(self._context.pool.devices[0].activate())
-        flight.shared.come_to(view)
+        flight.shared.enter_hooks(view)
 
     def pause_hooks(self) -> None:
         """Let batches run user code."""
@@ -650,7 +650,7 @@ class Evaluations:
         self._context.pool.rest(scope, flight.tasks, given_up=given_up)
         if scope.failed:
             self._context.gradients.drop()  # downloads into them may have been aborted
-        flight.shared.come_to()
+        flight.shared.enter_hooks()
         flight.shared.hooks.exit()
         self._around.close()
         self._learn(flight)

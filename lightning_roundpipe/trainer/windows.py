@@ -94,7 +94,7 @@ class Window:
         self._losses: dict[int, Tensor] = {}
         self._all = [microbatches for _, microbatches in self._batches]
         self._begins_epoch = epoch.batch_progress.current.ready == 1 and not isinstance(args[0], Microbatches)
-        self._come_to = 0
+        self._next_batch = 0
 
     @property
     def ended(self) -> bool:
@@ -136,7 +136,7 @@ class Window:
             }
 
     def _step(self, microbatch: int) -> Any:
-        self._progress.come_to(self._of_batch[microbatch])
+        self._progress.show(self._of_batch[microbatch])
         output = self._functions[microbatch]()
         self._stops[microbatch] = self._trainer.should_stop
         return output
@@ -149,7 +149,7 @@ class Window:
             Exception: what ``training_step`` has raised for this batch [3].
         """
         expected, microbatches = self._batches.pop(0)
-        batch, self._come_to = self._come_to, self._come_to + 1
+        batch, self._next_batch = self._next_batch, self._next_batch + 1
         if expected != self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             raise RoundPipeError(self.skipped())
         if batch and self._trainer.accumulate_grad_batches != self._accumulated:
@@ -198,7 +198,7 @@ class _ProgressOfBatches:
         self._first, self._span, self._thread = progress, span, threading.local()
         self._ends = fetcher is not None and fetcher.exhausted
 
-    def come_to(self, batch: int) -> None:
+    def show(self, batch: int) -> None:
         """Show this thread the progress at a batch of the window."""
         if not batch:
             return

@@ -206,7 +206,7 @@ class SharedAttributes:
                 self.touched(held.holder)
         self.present = to
 
-    def come_to(self, view: AttributeView | None = None) -> None:
+    def enter_hooks(self, view: AttributeView | None = None) -> None:
         """Let hooks, on this thread, find what they saw last, and what ``view`` has left, while others run."""
         self.hooks.values.update(view.values if view is not None else {})
         self.present = None
