@@ -121,10 +121,7 @@ class _Weights(WeightGuard):
     def __init__(self, sections: UserSections, make_exclusive: Callable[[], None]) -> None:
         self._make_exclusive = make_exclusive
         self.writes = self.in_place = False
-        super().__init__(sections, ())
-
-    def _make_mode(self) -> UserCodeMode:
-        return _EvaluationUserCode(self.context, self.touched, self.sections.run_unlocked)
+        super().__init__(sections, (), _EvaluationUserCode(sections.context, self.touched, sections.run_unlocked))
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""

@@ -137,18 +137,13 @@ class _Weights(WeightGuard):
     mode: _ManualUserCode
 
     def __init__(self, sections: UserSections, tape: Sequence[LayerCall], differentiate: Callable[..., None]) -> None:
-        self._differentiate = differentiate
-        super().__init__(sections, tape)
-        del self._differentiate  # the mode, which is dropped at the step's end, has it, and it knows this
+        super().__init__(sections, tape, _ManualUserCode(sections.context, differentiate, self._touched))
         self._at_call: dict[LayerCall, list[tuple[int, int]]] = {}
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
         """Masters whose ``.data`` user code has read since a taped call, with copies of their values."""
         self._copied = {layer.index: layer.weights.written() for layer in self.context.model.layers}
         """Versions and addresses of each layer's masters when its working copies were last made."""
-
-    def _make_mode(self) -> _ManualUserCode:
-        return _ManualUserCode(self.context, self._differentiate, self._touched)
 
     def _touched(self, master: nn.Parameter) -> None:
         """Note that user code may write to a master without raising its version."""
