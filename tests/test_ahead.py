@@ -116,6 +116,8 @@ class Between(pl.LightningModule):
         elif batch_idx == 3:
             with torch.no_grad():
                 x.add_(2)
+        elif batch_idx == 8:
+            x.data.add_(2)
         elif batch_idx == 4:
             x = self.blocks[1](x)
         elif batch_idx == 5:

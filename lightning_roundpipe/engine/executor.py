@@ -124,7 +124,6 @@ class LayerCall:
         home: device that user code is on at the call.
         gradients: of the outputs.
         output_kinds: shape and dtype of each of these outputs.
-        versions: of each of them as user code got it; -1 if that is a copy.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
         buffers: the layer's buffers in front of the forward.
         slot: the slot of its backward, if the plan has none.
@@ -142,7 +141,6 @@ class LayerCall:
     home: Device | None
     gradients: Gradients = field(init=False)
     output_kinds: tuple[Kind, ...] = ()
-    versions: tuple[int, ...] = ()
     graph: tuple[list[Tensor], Gradients] | None = None
     buffers: dict[int, BufferValue] | None = None
     slot: Slot | None = None
@@ -320,9 +318,9 @@ class Executor:
             call.gradients.edges, call.gradients.masters = call.inputs.edges, layer.masters
             call.output_kinds = _kinds(run.differentiable)
             copied = set(map(id, clones.values()))
-            call.versions = tuple(
-                [-1 if id(t) in copied else o._version for t, o in zip(run.differentiable, outputs, strict=True)]
-            )
+            call.gradients.versions = [
+                -1 if id(t) in copied else o._version for t, o in zip(run.differentiable, outputs, strict=True)
+            ]
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink

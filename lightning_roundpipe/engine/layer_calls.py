@@ -179,7 +179,7 @@ class LayerCalls:
         ends = [(i, t, edge) for i, (t, needs) in enumerate(given) if needs and (edge := next(edges)).edge is None]
         for other in before if ends else ():
             for i, tensor, edge in ends:
-                if other.gradients is edge.node.gradients and other.versions[edge.output] == tensor._version:
+                if other.gradients is edge.node.gradients and other.gradients.versions[edge.output] == tensor._version:
                     found[i] = other, edge.output
         return found
 

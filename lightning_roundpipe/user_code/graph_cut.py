@@ -53,9 +53,11 @@ class Gradients:
         hooks: the user's gradient hooks, by position.
         edges: where the gradients of the call's inputs go.
         masters: the parameters that the outputs may be computed with.
+        versions: of the outputs as user code got them; -1 if that is a copy, or user code has read its ``.data``,
+            through which it may write without a new version.
     """
 
-    __slots__ = ("arrivals", "closed", "edges", "expected", "home", "hooks", "layer", "masters", "parts")
+    __slots__ = ("arrivals", "closed", "edges", "expected", "home", "hooks", "layer", "masters", "parts", "versions")
 
     def __init__(self, count: int, layer: str, home: Device | None) -> None:
         self.parts: list[tuple[Part, ...]] = [()] * count
@@ -65,6 +67,7 @@ class Gradients:
         self.hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = {}
         self.edges: Sequence[InputEdge] = ()
         self.masters: Sequence[nn.Parameter] = ()
+        self.versions = [-1] * count
 
     def __bool__(self) -> bool:
         """Whether any gradient has come."""
@@ -297,6 +300,13 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> An
         return hook(grad)
 
     return tensor.register_hook(once)  # type: ignore[no-untyped-call]
+
+
+def forget_version(tensor: Tensor) -> None:
+    """Note that user code may write to ``tensor``, or to what it is a view of, without a new version."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base.grad_fn, _Node):
+        base.grad_fn.gradients.versions[base.output_nr] = -1
 
 
 def keep_gradient(tensor: Tensor) -> None:

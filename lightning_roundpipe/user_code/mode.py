@@ -29,7 +29,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.module_buffers import HostBuffers
-from lightning_roundpipe.user_code.graph_cut import hook_gradient, keep_gradient, refuse_across
+from lightning_roundpipe.user_code.graph_cut import forget_version, hook_gradient, keep_gradient, refuse_across
 from lightning_roundpipe.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.user_code.module_state import about_to_write, about_to_write_in_place
 from lightning_roundpipe.user_code.stand_ins import Copies, Proxies, is_stand_in
@@ -129,8 +129,10 @@ class UserCodeMode(TorchFunctionMode):
             if func in _SETS_TRAINED and isinstance(args[0], nn.Parameter):
                 about_to_write(args[0], "requires_grad")
             result = func(*args, **kwargs)
-            if func == DATA and self._train and id(args[0]) in self._masters:
-                return self._watched(args[0], result)
+            if func == DATA and self._train:
+                if id(args[0]) in self._masters:
+                    return self._watched(args[0], result)
+                forget_version(args[0])
             return result
         written = _written_by(name, args, kwargs) if self._train else None
         if written is not None:
