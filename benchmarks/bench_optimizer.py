@@ -69,7 +69,7 @@ class Engine:
     def __init__(self, shape: dict[str, int]) -> None:
         [self._device] = make_devices("cpu", [torch.device("cpu")], Emulation())
         formats = Formats()
-        self.layers = host_layers(modules(**shape), self._device, formats, apart=False, mapped=())
+        self.layers = host_layers(modules(**shape), self._device, formats, double_buffered=False, mapped=())
         self.masters = [master for layer in self.layers for master in layer.masters]
         self._buckets = make_buckets(self.layers, self.masters, formats)
         self._optimizer: Optimizer | None = None
@@ -106,7 +106,7 @@ class Engine:
         self._updates.offer(batch)
         self._optimizer = optimizer
         self._updates.submit(None)
-        self._came = lambda: readiness.passed(())
+        self._came = lambda: readiness.set_read(())
 
     def finish(self) -> None:
         """Gradients come, and everything is updated."""

@@ -482,7 +482,7 @@ class RoundPipeStrategy(SeveralMachines):
         else:
             output = self._train_manually(args, kwargs)
         self._stepping.refuse_late_hooks()
-        if not self._stepping.apart:  # the batch may have switched to that
+        if not self._stepping.asynchronous:  # the batch may have switched to that
             self._precision.clipping = None
         return output
 

@@ -69,7 +69,7 @@ def assert_losses_close(plain: Result, other: Result, tolerance: float = 1e-4) -
 
 
 def is_apart(strategy: Any) -> bool:
-    return bool(strategy._stepping.apart)
+    return bool(strategy._stepping.asynchronous)
 
 
 class Apart(pl.Callback):

@@ -18,7 +18,7 @@ ALIGNED = 64
 """Alignment, in bytes, of the tensors that torch allocates."""
 
 
-def apart(t: Tensor) -> int:
+def misalignment(t: Tensor) -> int:
     """Return how many elements past a multiple of ``ALIGNED`` bytes ``t`` begins."""
     return t.data_ptr() % ALIGNED // t.itemsize
 
@@ -32,7 +32,7 @@ def reach(t: Tensor) -> int:
 
 def empty_alike(t: Tensor, device: torch.device) -> Tensor:
     """Return an uninitialised tensor with ``t``'s shape, dtype, strides and offset from a multiple of 64 bytes."""
-    before = apart(t)
+    before = misalignment(t)
     if not before:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
     return torch.empty(before + reach(t), dtype=t.dtype, device=device).as_strided(t.shape, t.stride(), before)

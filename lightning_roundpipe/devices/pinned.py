@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.alike import apart, reach
+from lightning_roundpipe.devices.alike import misalignment, reach
 from lightning_roundpipe.devices.host_memory import free_bytes
 from lightning_roundpipe.devices.slabs import Slabs
 from lightning_roundpipe.messages import PREFIX, gib, warn
@@ -103,7 +103,7 @@ def host_like(t: Tensor, pin_memory: str) -> Tensor:
     Raises:
         RegistrationError: as in `host_buffer`.
     """
-    before = apart(t) if t.numel() else 0
+    before = misalignment(t) if t.numel() else 0
     flat = _bytes_from(_slabs.take, (before + reach(t)) * t.element_size(), pin_memory)
     with torch.inference_mode(False):
         return flat.view(t.dtype).as_strided(t.shape, t.stride(), before)

@@ -110,21 +110,21 @@ class Activations:
         """Forget what was saved of tensors that are no more, in a step that calls layers again and again."""
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
 
-    def send(self, tensor: Tensor, home: Device, to: Device | None, made: Event | None = None) -> HostTensor | Tensor:
+    def send(self, tensor: Tensor, home: Device, to: Device | None, ready: Event | None = None) -> HostTensor | Tensor:
         """Return a tensor that nobody writes to, or begin to copy it to the host if it is needed elsewhere.
 
         Args:
             tensor: a tensor on ``home``.
             home: its device.
             to: the device that needs it; None for the host.
-            made: the point of the work of ``home`` behind which it is there; by default now.
+            ready: the point of the work of ``home`` behind which it is there; by default now.
         """
         if home is to:
             return tensor
         if tensor.layout is not torch.strided:
             return _sparse_on_host(tensor, home)
-        made = made or home.compute.record()
-        return _downloaded(home.host_like(tensor), tensor, home, made, self._recorder, self._microbatch)
+        ready = ready or home.compute.record()
+        return _downloaded(home.host_like(tensor), tensor, home, ready, self._recorder, self._microbatch)
 
     def move(self, tensor: Tensor, home: Device, to: Device) -> Arriving:
         """Enqueue a copy of ``tensor``, which nobody writes to, from ``home`` to another device, through the host."""
@@ -188,11 +188,11 @@ def _sparse_on_host(tensor: Tensor, home: Device) -> HostTensor:
 
 
 def _downloaded(
-    to: Tensor, of: Tensor, home: Device, made: Event, recorder: Recorder, microbatch: int, whole: Tensor | None = None
+    to: Tensor, of: Tensor, home: Device, ready: Event, recorder: Recorder, microbatch: int, whole: Tensor | None = None
 ) -> HostTensor:
-    """Enqueue a copy to the host, behind ``made``. Returns ``whole``, of which ``to`` is what is written."""
+    """Enqueue a copy to the host, behind ``ready``. Returns ``whole``, of which ``to`` is what is written."""
     stream = home.activations_down
-    stream.wait(made)
+    stream.wait(ready)
     start = stream.record(timed=True)
     stream.copy(to, of)
     end = stream.record(timed=True)

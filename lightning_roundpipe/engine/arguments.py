@@ -265,23 +265,23 @@ class Substitution:
 
     def write(self, original: Any, copy: Any) -> None:
         """Write to ``original`` what is different in ``copy``, or to what the layer has made what it holds itself."""
-        made = original is copy
+        created = original is copy
         if isinstance(original, (list, set, deque)):
-            before = set() if made else {id(v) for v in original}
+            before = set() if created else {id(v) for v in original}
             new = [v if id(v) in before else self(v) for v in copy]
             if len(new) != len(original) or any(a is not b for a, b in zip(new, original, strict=True)):
                 _refill(original, new)
         elif isinstance(original, dict):
-            self._write_items(original, dict(copy.items()), made)
+            self._write_items(original, dict(copy.items()), created)
         if hasattr(original, "__dict__"):
-            self._write_items(original.__dict__, dict(copy.__dict__), made)
+            self._write_items(original.__dict__, dict(copy.__dict__), created)
 
-    def _write_items(self, held: dict[Any, Any], new: dict[Any, Any], made: bool) -> None:
+    def _write_items(self, held: dict[Any, Any], new: dict[Any, Any], created: bool) -> None:
         for key in [k for k in held if k not in new]:
             dict.__delitem__(held, key)
         for key, value in new.items():
             before = held.get(key, self)
-            if (made or before is not value) and before is not (value := self(value)):
+            if (created or before is not value) and before is not (value := self(value)):
                 dict.__setitem__(held, key, value)
 
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.alike import ALIGNED, apart, copy_alike, reach
+from lightning_roundpipe.devices.alike import ALIGNED, copy_alike, misalignment, reach
 from lightning_roundpipe.engine.activations import download_parts
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     def behind(cls, end: int, tensor: Tensor) -> Place:
         """Return the first place for ``tensor`` from byte ``end`` on that has its alignment."""
         size = tensor.itemsize
-        start = end + -end % ALIGNED + apart(tensor) * size
+        start = end + -end % ALIGNED + misalignment(tensor) * size
         return cls(start, reach(tensor) * size, tensor.dtype, tensor.shape, tensor.stride())
 
     def bytes_of(self, block: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: Device, *, draws: bool, least: int = 0) -> None:
         self._device, self._draws, self._least = device, draws, least
-        self._made: list[Product] = []
+        self._products: list[Product] = []
 
     def product(self, operation: OpOverload, args: Any, kwargs: Any) -> Any:
         device, returned = self._device, operation(*args, **kwargs)
@@ -168,13 +168,13 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
             outputs = [copy_alike(t) if _travels(t, device) else t for t in outputs]
             device.track_until_freed([t for t in outputs if _travels(t, device)], COPIES)
         drew = self._draws and torch.Tag.nondeterministic_seeded in operation.tags
-        self._made.append(Product(operation, outputs, device.generator.get_state() if drew else None))
+        self._products.append(Product(operation, outputs, device.generator.get_state() if drew else None))
         return returned
 
     def send(self, recorder: Recorder, microbatch: int) -> Carried:
         """Let the copies begin to go to the host, as one block of bytes [2]."""
-        device, made, self._made, end = self._device, self._made, [], 0
-        copies = [t for product in made for t in product.outputs or () if _travels(t, device)]
+        device, products, self._products, end = self._device, self._products, [], 0
+        copies = [t for product in products for t in product.outputs or () if _travels(t, device)]
         places: dict[int, Place] = {}
         for copy in copies:
             place = places[id(copy)] = Place.behind(end, copy)
@@ -183,7 +183,7 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
             return NOTHING_CARRIED
         block = device.host_like(torch.empty(end, dtype=torch.uint8, device="meta"))
         parts = [(places[id(copy)].bytes_of(block), _flat(copy)) for copy in copies]
-        gone = [p._replace(outputs=p.outputs and [places.get(id(t), t) for t in p.outputs]) for p in made]
+        gone = [p._replace(outputs=p.outputs and [places.get(id(t), t) for t in p.outputs]) for p in products]
         return Carried(gone, [download_parts(block, parts, device, recorder, microbatch)])
 
 
@@ -201,13 +201,13 @@ class Returning(_ProductMode):  # type: ignore[no-untyped-call]
         self._fits = True
 
     def product(self, operation: OpOverload, args: Any, kwargs: Any) -> Any:
-        made = next(self._left, None) if self._fits else None
-        self._fits = made is not None and made.operation is operation
-        if made is None or not self._fits or made.outputs is None:
+        product = next(self._left, None) if self._fits else None
+        self._fits = product is not None and product.operation is operation
+        if product is None or not self._fits or product.outputs is None:
             return operation(*args, **kwargs)
-        if made.state is not None:
-            self._generator.set_state(made.state)
-        outputs = [value.within(self._block) if isinstance(value, Place) else value for value in made.outputs]
+        if product.state is not None:
+            self._generator.set_state(product.state)
+        outputs = [value.within(self._block) if isinstance(value, Place) else value for value in product.outputs]
         return outputs[0] if len(operation._schema.returns) == 1 else tuple(outputs)
 
     def has_fitted(self) -> bool:
@@ -225,7 +225,7 @@ class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: Device, clock: Callable[[], Any]) -> None:
         self._device, self._clock = device, clock
-        self._made: list[tuple[int, int, Any, Any]] = []
+        self._measured: list[tuple[int, int, Any, Any]] = []
         """Of each product FLOPs for each byte of its outputs, these bytes, and when it began and ended."""
 
     def __enter__(self) -> Measuring:
@@ -242,13 +242,13 @@ class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
         returned = operation(*args, **kwargs)
         ended = self._clock()
         if nbytes := _nbytes(returned, self._device):
-            self._made.append((_intensity(operation, args, kwargs, returned, self._device), nbytes, began, ended))
+            self._measured.append((_intensity(operation, args, kwargs, returned, self._device), nbytes, began, ended))
         return returned
 
     def shares(self) -> dict[int, tuple[int, float]]:
         """Return, by FLOPs a byte, the products' bytes and share of the forward's time. The device is at rest."""
         whole, found = _between(self._began, self._ended), dict[int, tuple[int, float]]()
-        for flops, nbytes, began, ended in self._made:
+        for flops, nbytes, began, ended in self._measured:
             before, share = found.get(flops, (0, 0.0))
             found[flops] = before + nbytes, share + (_between(began, ended) / whole if whole > 0 else 0.0)
         return found

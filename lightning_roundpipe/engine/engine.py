@@ -116,7 +116,9 @@ class Engine:
         compiler, formats = forwards_of(options), formats or Formats()
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
-            self.model = model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
+            self.model = model = HostModel(
+                module, found.layers, devices[0], formats, double_buffered=bool(options.staleness)
+            )
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
         self.hints = Hints(inform)
@@ -305,7 +307,7 @@ class Engine:
         kept = [run.sections.attributes for run in runs if run.sections.attributes is not None]
         if kept:
             if any(run.turns.ended_early for run in runs):
-                shared.leave_latest(kept)
+                shared.store_latest(kept)
             shared.rewind()
             buffers.show(-1)
 
@@ -359,7 +361,7 @@ class Engine:
             self.updates is not None
             and self.updates.begun
             and context.learned.plan is not None
-            and not context.shared.put_back
+            and not context.shared.restored
             and not context.learned.logs_in_backward
             and not context.learned.calls_in_backward
         )
@@ -438,7 +440,7 @@ class Engine:
             return
         exchange = self.context.exchange
         if exchange is not None:
-            exchange.step_apart(optimizer is not None)
+            exchange.set_asynchronous(optimizer is not None)
         self._drain()
         before, self.updates = self.updates, None
         if optimizer is not None:
@@ -537,7 +539,7 @@ class Engine:
         Returns:
             What ``function`` returned.
         """
-        self.begin_evaluations(kind, 1, alone=True)
+        self.begin_evaluations(kind, 1, exclusive=True)
         try:
             batch = self.evaluations.start(functools.partial(function, *args))
             assert batch is not None
@@ -549,8 +551,8 @@ class Engine:
 
     @interrupts_deferred()
     @remedied()
-    def begin_evaluations(self, kind: Hashable, in_flight: int, *, alone: bool = False) -> None:
-        """Let `evaluations` run several batches of ``kind`` at a time, or one ``alone``."""
+    def begin_evaluations(self, kind: Hashable, in_flight: int, *, exclusive: bool = False) -> None:
+        """Let `evaluations` run several batches of ``kind`` at a time, or one exclusively."""
         self.evaluations.end()
         self.context.pool.refuse_broken()
         self._drain()
@@ -560,7 +562,7 @@ class Engine:
         for device in self.context.pool.devices:
             device.follow_caller()
         version = self.updates.submitted if self.updates is not None else 0
-        self.evaluations.begin(kind, version, in_flight, alone=alone)
+        self.evaluations.begin(kind, version, in_flight, exclusive=exclusive)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class _Sections(UserSections):
     def enter(self, section: int | None = None) -> None:
         """Enter a section, the last one without a turn, and when the batch before has ended [2]."""
         if not self.turns.ended_early:
-            self.turns.leave()
+            self.turns.release()
             self._wait_for_before()
         super().enter(section)
 
@@ -111,15 +111,15 @@ class _Weights(WeightGuard):
 
     Args:
         sections: the sections of the batch's user code.
-        be_alone: waits until nothing else is in flight.
+        make_exclusive: waits until nothing else is in flight.
 
     Attributes:
         writes: whether user code may have written to weights.
         in_place: whether it has wanted gradients: calls then run on the weights themselves.
     """
 
-    def __init__(self, sections: UserSections, be_alone: Callable[[], None]) -> None:
-        self._be_alone = be_alone
+    def __init__(self, sections: UserSections, make_exclusive: Callable[[], None]) -> None:
+        self._make_exclusive = make_exclusive
         self.writes = self.in_place = False
         super().__init__(sections, ())
 
@@ -130,7 +130,7 @@ class _Weights(WeightGuard):
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
         if not self.writes:
             self.writes = True
-            self._be_alone()
+            self._make_exclusive()
             for device in self.context.pool.devices:
                 device.weights_up.synchronize()
             self.context.model.join()
@@ -197,14 +197,14 @@ class Batch(CallingThread):
         attributes: what it has set on modules.
         logs: what it has logged.
         output: what its step has returned.
-        alone: whether it has done what only a batch alone may do [3].
+        exclusive: whether it has done what only a batch alone may do [3].
         failure: what its step has raised.
         done: ends of what it has enqueued on devices.
         around: the context variables of its step.
     """
 
     weights: _Weights
-    calls: _Calls
+    layer_calls: _Calls
 
     def __init__(
         self, flight: Flight, slots: StepSlots, round: Sequence[Slot], index: int, before: Batch | None
@@ -213,11 +213,11 @@ class Batch(CallingThread):
         self.attributes = AttributeView(flight.shared)
         turns = Turns(flight.context, slots, round, index, 1)
         sections = _Sections(turns, self.attributes, self._wait_for_before)
-        calls = _Calls(sections, _Weights(sections, self.be_alone), flight.close)
+        calls = _Calls(sections, _Weights(sections, self.make_exclusive), flight.close)
         super().__init__(calls, before.sections.begun if before is not None else None)
         self.logs = LogRecorder(flight.context.pool.devices)
         self.output: Any = None
-        self.alone = False
+        self.exclusive = False
         self.failure: BaseException | None = None
         self.done: list[Event] = []
         self.around = contextvars.copy_context()
@@ -231,7 +231,7 @@ class Batch(CallingThread):
                 for bucket in self.context.model.buckets if self.weights.writes else ():
                     bucket.refresh()
             self.attributes.end()
-            used = {call.worker for call in self.calls.made.calls}
+            used = {call.worker for call in self.layer_calls.trace.calls}
             self.done = [self.context.pool.devices[worker].compute.record() for worker in used]
 
     def _fail(self, error: BaseException, predecessors: Sequence[Any]) -> None:
@@ -241,7 +241,7 @@ class Batch(CallingThread):
     def _end(self) -> None:
         """End behind the batches before."""
         try:
-            self._pass_on()
+            self._release_successors()
             self._wait_for_before()
         except Cancelled:
             pass
@@ -249,14 +249,14 @@ class Batch(CallingThread):
             self.spec.scope.fail(error)
         finally:
             self._before = None
-            self.calls.given.clear()
+            self.layer_calls.given.clear()
             super()._end()
 
-    def _pass_on(self) -> None:
+    def _release_successors(self) -> None:
         """Let the batches behind go on."""
-        self.turns.leave()
-        self.sections.close()
-        self.sections.let_pass()
+        self.turns.release()
+        self.sections.exit()
+        self.sections.release_successors()
 
     def _wait_for(self, signal: Signal) -> None:
         self.context.pool.baton.wait(self.runner, signal.then)
@@ -265,13 +265,13 @@ class Batch(CallingThread):
         if self._before is not None:
             self._wait_for(self._before.ended)
 
-    def be_alone(self) -> None:
+    def make_exclusive(self) -> None:
         """Wait until nothing else is in flight [3]. User code calls this."""
-        if self.alone:
+        if self.exclusive:
             return
-        self.alone = True
+        self.exclusive = True
         self._flight.close()
-        self._pass_on()
+        self._release_successors()
         self._wait_for_before()
         for slot in self._flight.slots():
             self._wait_for(slot.gradients.sent)
@@ -285,16 +285,16 @@ class Batch(CallingThread):
         """
         if self._flight.known is not None or self.runner.inside is not None:
             return False
-        self.be_alone()
+        self.make_exclusive()
         return True
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call. User code calls this by way of the intercepted layer."""
-        weights, calls = self.weights, self.calls
+        weights, calls = self.weights, self.layer_calls
         with torch._C.DisableTorchFunction():
             in_place = weights.runs_in_place(layer, args, kwargs)
             if calls.needs_order(layer, args, kwargs):
-                self.be_alone()
+                self.make_exclusive()
             if not in_place:
                 if weights.writes:
                     layer.bucket.refresh()
@@ -408,7 +408,7 @@ class Flight:
         round_, before = self._rounds[-1], self.last
         batch = self.last = Batch(self, round_.layout, round_.slots, index, before)
         if begins and before is not None:
-            batch.turns.follows = before.turns.passed
+            batch.turns.predecessor_progress = before.turns.progress
         self.tasks = [task for task in self.tasks if not task.finished]
         work = functools.partial(batch.around.run, batch.run, function)
         self.tasks.append(self.context.pool.thread(index % self._size).submit(work))
@@ -440,7 +440,7 @@ class Flight:
         started = max(self._count, last.batches.start)
         for batch in range(started, last.batches.stop):
             for slot in last.slots:
-                self.context.pool.workers[slot.worker].turns.leave(slot, batch)
+                self.context.pool.workers[slot.worker].tickets.release(slot, batch)
         last.batches = range(last.batches.start, min(started, last.batches.stop))
 
     def close(self) -> None:
@@ -485,13 +485,13 @@ class Evaluations:
         return kind in self._known
 
     @interrupts_deferred()
-    def begin(self, kind: Hashable, version: int, in_flight: int, *, alone: bool = False) -> None:
-        """Begin to run batches of ``kind``, at most ``in_flight`` at a time, or one ``alone``, which shows its kind."""
+    def begin(self, kind: Hashable, version: int, in_flight: int, *, exclusive: bool = False) -> None:
+        """Begin to run batches of ``kind``, at most ``in_flight`` at a time, or one exclusively, which shows its kind."""
         context, self._kind = self._context, kind
-        known = self._known.pop(kind) if kind in self._known and alone else self._known.get(kind)
+        known = self._known.pop(kind) if kind in self._known and exclusive else self._known.get(kind)
         context.attributes.begin()
-        self._before = CallerRandomState(context.pool.devices) if alone else None
-        self._flight = Flight(context, None if alone else known, version, in_flight, self._run_in_place)
+        self._before = CallerRandomState(context.pool.devices) if exclusive else None
+        self._flight = Flight(context, None if exclusive else known, version, in_flight, self._run_in_place)
         for around in (
             intercepted(self._interceptors),
             observed_writes(),
@@ -615,7 +615,7 @@ class Evaluations:
     def pause_hooks(self) -> None:
         """Let batches run user code."""
         if self._flight is not None:
-            self._flight.shared.hooks.leave()
+            self._flight.shared.hooks.exit()
         self._streams.close()
         self._has_baton = False
 
@@ -651,7 +651,7 @@ class Evaluations:
         if scope.failed:
             self._context.gradients.drop()  # downloads into them may have been aborted
         flight.shared.come_to()
-        flight.shared.hooks.leave()
+        flight.shared.hooks.exit()
         self._around.close()
         self._learn(flight)
         self._see(flight, math.inf)
@@ -667,15 +667,22 @@ class Evaluations:
         if flight.closed:
             self._known.pop(self._kind, None)
         batch = flight.last
-        if before is None or batch is None or batch.alone or batch.failure or flight.scope.failed or self._kind == ():
+        if (
+            before is None
+            or batch is None
+            or batch.exclusive
+            or batch.failure
+            or flight.scope.failed
+            or self._kind == ()
+        ):
             return
-        calls = batch.calls.made.calls
-        if calls and not before.has_moved and not any(map(_in_order_alone, calls)):
+        calls = batch.layer_calls.trace.calls
+        if calls and not before.has_moved and not any(map(_needs_exclusive, calls)):
             for call in calls:
                 call.forward_s = math.inf
-            self._known[self._kind] = flight.known = Kind(batch.calls.made, flight.shared)
+            self._known[self._kind] = flight.known = Kind(batch.layer_calls.trace, flight.shared)
 
 
-def _in_order_alone(call: TracedCall) -> bool:
+def _needs_exclusive(call: TracedCall) -> bool:
     """Return whether a call must follow all calls of the batches before: each finds what those have left."""
     return call.layer.seen.sets_attributes or bool(call.use and call.layer.buffers.mutable)

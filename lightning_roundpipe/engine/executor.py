@@ -373,7 +373,7 @@ class Executor:
             with saved, unmoved, writes, watched, borrowing, observed, carried:
                 return collecting(forward, *built.args, **built.kwargs)
 
-        result, collected = self._compute(call, slot, kind, runner, code, alone=draws)
+        result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
         torch._C._set_grad_enabled(grad)  # the layer may have left it otherwise
         output = result, collected or None
         seconds = time.perf_counter() - began
@@ -434,15 +434,17 @@ class Executor:
         return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
 
     def _compute(
-        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, code: Callable[[], T], *, alone: bool
+        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, code: Callable[[], T], *, keeps_baton: bool
     ) -> T:
-        """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it runs ``alone``.
+        """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it ``keeps_baton``.
 
         While torch compiles, it saves and restores generators that others draw from.
         """
         layer, device, compute = call.layer, self.device, self.device.compute
-        alone = alone or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
-        gives_up = not alone and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
+        keeps_baton = (
+            keeps_baton or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
+        )
+        gives_up = not keeps_baton and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
         name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or NOTHING
         with Computing(self._baton, runner) if gives_up else NOTHING, device.acquire_core():
             start = compute.record(timed=True)
@@ -548,11 +550,11 @@ class Executor:
         held = buffers.written() if buffers else {}
         if roots:
             watched = NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
-            alone = layer.index in self._randomness.draws
+            keeps_baton = layer.index in self._randomness.draws
             # Other calls may reach the same stand-in's graph.
             code = functools.partial(run_backward, roots, values, retain_graph=bool(layer.seen.reaches_out))
             with watched:
-                self._compute(call, slot, "backward", runner, code, alone=alone)
+                self._compute(call, slot, "backward", runner, code, keeps_baton=keeps_baton)
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:

@@ -82,16 +82,16 @@ class LayerAttributes:
         ]
         plain = {(i, name) for i, name in places if is_plain(modules[i].__dict__[name])}
         self._containers[index] = [
-            (i, name) for i, name in places if (i, name) not in plain and _is_apart(modules[i].__dict__[name])
+            (i, name) for i, name in places if (i, name) not in plain and _is_self_contained(modules[i].__dict__[name])
         ]
         return Contents([place for place in places if place in plain], modules)
 
 
-def _is_apart(value: Any) -> bool:
+def _is_self_contained(value: Any) -> bool:
     """Return whether a container refers to no module and no parameter, which copies have their own of."""
     items = value.values() if isinstance(value, dict) else value
     return not any(
-        isinstance(v, (nn.Module, nn.Parameter)) or (isinstance(v, (tuple, *_CONTAINERS)) and not _is_apart(v))
+        isinstance(v, (nn.Module, nn.Parameter)) or (isinstance(v, (tuple, *_CONTAINERS)) and not _is_self_contained(v))
         for v in items
     )
 

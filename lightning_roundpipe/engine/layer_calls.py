@@ -47,7 +47,7 @@ class LayerCalls:
         tape: gets the calls whose backward is still to come, in order.
 
     Attributes:
-        made: the calls so far.
+        trace: the calls so far.
         uses: how often each layer has been called, by its number.
         shared: outputs that share memory.
     """
@@ -55,7 +55,7 @@ class LayerCalls:
     def __init__(self, sections: UserSections, weights: WeightGuard, tape: list[LayerCall]) -> None:
         self.context, self.spec, self.turns = sections.context, sections.spec, sections.turns
         self.sections, self.weights, self.tape = sections, weights, tape
-        self.made, self.shared = Trace(), SharedOutputs()
+        self.trace, self.shared = Trace(), SharedOutputs()
         self.uses: defaultdict[int, int] = defaultdict(int)
 
     def check(self, layer: HostLayer) -> None:
@@ -69,23 +69,23 @@ class LayerCalls:
         """Run a layer call on a worker, between two sections of user code."""
         sections, turns = self.sections, self.turns
         if layer.seen.sets_attributes and (slot := turns.coming(layer)) is not None:
-            sections.close()
-            turns.come_to(slot)  # within its turn, it finds what the call of the microbatch before has set
+            sections.exit()
+            turns.acquire(slot)  # within its turn, it finds what the call of the microbatch before has set
             sections.enter(sections.number)
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
         given = call.inputs.arguments.tensors
-        sections.close()
-        if turns.follows is not None:  # where it leaves layers out that the other one calls
-            turns.wait_for(turns.follows, turns.next)
+        sections.exit()
+        if turns.predecessor_progress is not None:  # where it leaves layers out that the other one calls
+            turns.wait_for(turns.predecessor_progress, turns.next)
         sections.begun.set()
         outcome = self.forward(call, taped=traced.taped)
         assert turns.device is not None
         traced.taped, traced.worker = bool(call.output_kinds), turns.device.index
-        self.made.calls.append(traced)
+        self.trace.calls.append(traced)
         layer.seen.sets_attributes |= outcome.sets_attributes
         if layer.buffers.mutable:
-            turns.let_follow()
+            turns.publish_progress()
         if sections.memory is not None:
             sections.memory.called(traced, given, outcome.result)
         sections.enter()
@@ -93,7 +93,7 @@ class LayerCalls:
         if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
-            turns.slots.give_up(call.slot)
+            turns.slots.discard(call.slot)
         return result
 
     def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
@@ -102,8 +102,8 @@ class LayerCalls:
         state, contents, attributes = context.attributes.of(layer)
         thread_state = context.thread_state()
         seed = (*spec.seed, spec.first + turns.microbatch, layer.index, use)
-        if state is not None and state.carried:
-            attributes = {**state.carried, **attributes}
+        if state is not None and state.with_tensors:
+            attributes = {**state.with_tensors, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
         needs = tuple([thread_state.grad and t.requires_grad for t in arguments.tensors])
         edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
@@ -112,19 +112,19 @@ class LayerCalls:
         return LayerCall(layer, -1, turns.microbatch, environment, CallInputs(arguments, needs, edges), turns.device)
 
     def _find(self, call: LayerCall) -> TracedCall:
-        """Find a call in the trace, and set its index."""
-        layer, turns, trace = call.layer, self.turns, self.turns.slots.trace
+        """Find a call in the plan's trace, and set its index."""
+        layer, turns, planned = call.layer, self.turns, self.turns.slots.trace
         self.uses[layer.index] += 1
         traced = TracedCall(layer, call.use, call.is_taped)
         if self.sections.memory is not None:
             call.traced = traced
-        found = trace.find(layer, turns.next, taped=traced.taped) if trace is not None else None
+        found = planned.find(layer, turns.next, taped=traced.taped) if planned is not None else None
         if found is not None:
             turns.next = found + 1
             call.planned = True
             if not layer.buffers.mutable:  # else behind the call, whose buffers the other one finds
-                turns.let_follow()
-        behind = len(self.made.calls) + (len(trace.calls) if trace is not None else 0)
+                turns.publish_progress()
+        behind = len(self.trace.calls) + (len(planned.calls) if planned is not None else 0)
         call.index = found if found is not None else behind
         return traced
 
@@ -172,35 +172,35 @@ class Tape:
     """The calls whose backward is still to come.
 
     Args:
-        made: the calls that user code makes.
+        calls: the calls that user code makes.
 
     Attributes:
-        calls: those on the tape, in order.
+        pending: these, in order.
     """
 
-    def __init__(self, made: LayerCalls) -> None:
-        self.calls, self.context, self.spec = made.tape, made.context, made.spec
-        self.turns, self.sections, self.weights = made.turns, made.sections, made.weights
+    def __init__(self, calls: LayerCalls) -> None:
+        self.pending, self.context, self.spec = calls.tape, calls.context, calls.spec
+        self.turns, self.sections, self.weights = calls.turns, calls.sections, calls.weights
 
     def close(self) -> None:
         """Forget all calls. A gradient that reaches one of them later is an error."""
-        for call in self.calls:
+        for call in self.pending:
             call.gradients.close()
-        self.calls.clear()
+        self.pending.clear()
 
     def expect_gradients(self) -> None:
         """Let the calls take gradients: a backward begins."""
-        for call in self.calls:
+        for call in self.pending:
             call.gradients.expected = True
 
     def walk(self) -> None:
         """Run the backward of every call, deepest first."""
-        while self.calls:
-            call = self.calls.pop()
+        while self.pending:
+            call = self.pending.pop()
             if call.gradients:
                 self.backward(call)
             elif call.slot is not None:
-                self.turns.slots.give_up(call.slot)
+                self.turns.slots.discard(call.slot)
             call.gradients.close()
             call.graph = call.slot = None
 
@@ -294,8 +294,8 @@ class Tape:
 
     def _recompute_ahead(self, call: LayerCall, executor: Executor, slot: Slot) -> None:
         """Recompute all calls of a stage before the first one's gradients are used, which a GPU may still wait for."""
-        for other in (call, *reversed(self.calls)):
-            if other.index not in slot.calls:
+        for other in (call, *reversed(self.pending)):
+            if other.index not in slot.call_indices:
                 return
             if other.graph is None:
                 inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
@@ -306,14 +306,14 @@ class Tape:
         home = call.gradients.home or device
         parts, send = call.gradients.parts, self.turns.activations.send
         if self.sections.memory is not None:
-            self.sections.memory.before_backward(call, self.calls)
+            self.sections.memory.before_backward(call, self.pending)
         call.gradients.close()
-        return [[send(p.tensor, p.home or home, device, p.made) for p in of_output] for of_output in parts]
+        return [[send(p.tensor, p.home or home, device, p.ready) for p in of_output] for of_output in parts]
 
     def _following(self, slot: Slot) -> list[HostTensor]:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
-        calls = reversed(self.calls) if self.spec.ahead else self.calls[-1:]
-        mine = itertools.takewhile(lambda call: call.index in slot.calls and slot.phase == "backward", calls)
+        calls = reversed(self.pending) if self.spec.ahead else self.pending[-1:]
+        mine = itertools.takewhile(lambda call: call.index in slot.call_indices and slot.phase == "backward", calls)
         return [saved for call in mine for saved in call.brought]
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
@@ -346,5 +346,5 @@ class Tape:
                 with self.weights.mode, torch.autograd.set_multithreading_enabled(False):
                     yield
             finally:
-                sections.close()
+                sections.exit()
         turns.device = before

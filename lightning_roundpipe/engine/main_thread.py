@@ -44,7 +44,7 @@ class MainThread:
             BaseException: an interrupt, or the watchdog's error. The baton is not held.
         """
         runner = Runner(scope, -1)
-        self._pool.baton.acquire_alone(runner, lambda: self._pool.wait(runner, scope))
+        self._pool.baton.acquire_exclusive(runner, lambda: self._pool.wait(runner, scope))
         self.holds, self._dtype = True, torch.get_default_dtype()
 
     def hand_on(self) -> None:

@@ -119,10 +119,10 @@ class _Sections(UserSections):
         super().enter()
         self.random.restore()
 
-    def close(self) -> None:
+    def exit(self) -> None:
         if self.is_open:
             self.random = CallerRandomState([])
-        super().close()
+        super().exit()
 
 
 class _Weights(WeightGuard):
@@ -229,22 +229,22 @@ class ManualMicrobatch(Microbatch):
 
     def _end(self) -> None:
         self.weights.end()
-        self.sections.close()
+        self.sections.exit()
         self.sections.random.restore()
         super()._end()
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward, taped = self.sections.phase == "forward", len(self.tape.calls)
+        forward, taped = self.sections.phase == "forward", len(self.tape.pending)
         if forward:
             with torch._C.DisableTorchFunction():
-                self._slots.trained[layer.index, self.calls.uses[layer.index]] = layer.weights.trainable()
+                self._slots.trained[layer.index, self.layer_calls.uses[layer.index]] = layer.weights.trainable()
         result = super().call(layer, args, kwargs)
         if forward:
             assert self.turns.device is not None
             self.turns.device.weights_up.synchronize()  # [1]
-            if len(self.tape.calls) > taped:
+            if len(self.tape.pending) > taped:
                 with torch._C.DisableTorchFunction():
-                    self.weights.taped(self.tape.calls[-1])
+                    self.weights.taped(self.tape.pending[-1])
         return result
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class ManualMicrobatch(Microbatch):
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with sections.noted(), one_thread, torch._C._EnableTorchFunction():
                 mode.run_backward(losses, seeds)
-            sections.close()
+            sections.exit()
             self._walk(retain=bool(retain_graph))
             self._slots.hand_out()
             self.turns.activations.forget_dead()
@@ -286,8 +286,8 @@ class ManualMicrobatch(Microbatch):
         """
         left: list[LayerCall] = []
         slots: list[Slot] = []
-        while self.tape.calls:
-            call = self.tape.calls.pop()
+        while self.tape.pending:
+            call = self.tape.pending.pop()
             reached = bool(call.gradients)
             if reached:
                 self.weights.refuse_written(call)
@@ -301,7 +301,7 @@ class ManualMicrobatch(Microbatch):
             else:
                 call.gradients.close()
                 self.weights.forget(call)
-        self.tape.calls += left[::-1]
+        self.tape.pending += left[::-1]
         for slot in slots:
             self.context.pool.baton.wait(self.turns.runner, slot.gradients.sent.then)
 

@@ -70,7 +70,7 @@ class MeasuredMemory:
         """Begin a section of user code [2]."""
         self._section = self.meter(device), self._resident(), self._crossing.held_bytes()
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """End it, if there is one."""
         before = self._last
         if self._section is None:

@@ -73,7 +73,7 @@ class CallingThread:
     """
 
     def __init__(self, calls: LayerCalls, after: Signal | None) -> None:
-        self.calls, self.weights, self.sections, self.turns = calls, calls.weights, calls.sections, calls.turns
+        self.layer_calls, self.weights, self.sections, self.turns = calls, calls.weights, calls.sections, calls.turns
         self.context, self.spec, self.index = calls.context, calls.spec, calls.turns.microbatch
         self.runner = calls.turns.runner
         self.ended = Signal()
@@ -92,7 +92,7 @@ class CallingThread:
             if self._after is not None:
                 baton.wait(runner, self._after.then)
             self._run(function)
-            self.turns.leave()
+            self.turns.release()
         except BaseException as error:
             self._fail(error, predecessors)
         finally:
@@ -111,7 +111,7 @@ class CallingThread:
     def _end(self) -> None:
         self.sections.surroundings = None  # which knows the mode
         self.turns.activations.drop(None)  # enqueues nothing, which a failed device would refuse
-        self.sections.let_pass()
+        self.sections.release_successors()
 
     def take_bypassed_grad(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Take a gradient that autograd is about to accumulate into ``master``; see `bypassed_gradients`."""
@@ -165,10 +165,10 @@ class Microbatch(CallingThread):
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call [2, 5]. User code calls this by way of the intercepted layer."""
         with torch._C.DisableTorchFunction():
-            self.calls.check(layer)
+            self.layer_calls.check(layer)
             if self.sections.phase == "backward":
-                return call_again(self.calls, self.tape, layer, args, kwargs)
-            return self.calls.call(layer, args, kwargs)
+                return call_again(self.layer_calls, self.tape, layer, args, kwargs)
+            return self.layer_calls.call(layer, args, kwargs)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Microbatch(CallingThread):
 
     def _fail(self, error: BaseException, predecessors: Sequence[Microbatch]) -> None:
         if isinstance(error, Exception) and predecessors and self.sections.phase == "forward":
-            self._let_pass(error, predecessors)
+            self._wait_for_predecessors(error, predecessors)
         self.spec.scope.fail(error)  # the main thread raises it
 
     def _end(self) -> None:
@@ -192,12 +192,12 @@ class Microbatch(CallingThread):
         self.ready.set()
         super()._end()
 
-    def _let_pass(self, error: Exception, predecessors: Sequence[Microbatch]) -> None:
+    def _wait_for_predecessors(self, error: Exception, predecessors: Sequence[Microbatch]) -> None:
         """After an ``error`` of user code, give up the turns, and wait for the losses of the microbatches before."""
         try:
-            self.sections.close()
+            self.sections.exit()
             self.sections.begun.set()
-            self.turns.leave()
+            self.turns.release()
             for other in predecessors:
                 self.context.pool.baton.wait(self.runner, other.ready.then)
         except BaseException:
@@ -212,11 +212,11 @@ class Microbatch(CallingThread):
             loss = loss_of(output)
             with torch._C.DisableTorchFunction():
                 weights.check_after()
-                self.calls.shared.assert_unmodified()
+                self.layer_calls.shared.assert_unmodified()
                 weights.refuse_late()
                 if loss is not None:
                     result.weight = self.spec.loss_weights.of(self.index, loss, weights.mode.targets)
-        sections.let_pass()
+        sections.release_successors()
         sections.phase, weights.mode.returning = "backward", True
         if loss is not None:
             self._backward_of_loss(loss)
@@ -227,7 +227,7 @@ class Microbatch(CallingThread):
             sections.attributes.end()
         device = self.turns.device
         result.computed = device.compute.record() if device is not None else None
-        sections.close()
+        sections.exit()
         self.context.randomness.check()
         self.ready.set()
 

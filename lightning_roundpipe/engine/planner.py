@@ -141,7 +141,7 @@ class Planner:
 
         ``share``: whether masters and what uploads read share memory, where user code between layers reads neither.
         """
-        traces, recorder = [microbatch.calls.made for microbatch in step.microbatches], step.spec.recorder
+        traces, recorder = [microbatch.layer_calls.trace for microbatch in step.microbatches], step.spec.recorder
         learned, options, workers = self._context.learned, self._options, len(self._workers)
         layers = self._context.model.layers
         alike = {layer.name: (type(layer.module), layer.weights.nbytes) for layer in layers}
@@ -340,7 +340,9 @@ class Planner:
         learned.plan = learned.costs = learned.trace = None
         context.randomness.learning = True
         model = context.model
-        begin_to_train(model.layers, model.buckets[0].masters, model.formats, apart=bool(self._options.staleness))
+        begin_to_train(
+            model.layers, model.buckets[0].masters, model.formats, double_buffered=bool(self._options.staleness)
+        )
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()

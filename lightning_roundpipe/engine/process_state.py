@@ -23,13 +23,13 @@ from lightning_roundpipe.devices.thread_owner import context_of_thread
 
 USER_CODE = ""
 """Stands for user code among the names of layers."""
-_alone: set[str] = set()
+_exclusive: set[str] = set()
 
 
 @shared_context
 def noticed_changes() -> Iterator[None]:
     """Note who changes torch's state, until the last context of several has exited."""
-    _alone.clear()
+    _exclusive.clear()
     with (
         replaced(forward_ad, enter_dual_level=_noting(forward_ad.enter_dual_level)),
         replaced(eager_transforms, enter_jvp_nesting=_noting(eager_transforms.enter_jvp_nesting)),
@@ -40,12 +40,12 @@ def noticed_changes() -> Iterator[None]:
 
 def changes(name: str) -> bool:
     """Return whether the layer of that name, or `USER_CODE`, changes torch's state."""
-    return name in _alone
+    return name in _exclusive
 
 
 def any_changes() -> bool:
     """Return whether any layer, or user code, changes torch's state: the main thread must not run beside it."""
-    return bool(_alone)
+    return bool(_exclusive)
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         if (context := context_of_thread()) is not None:
             inside = context.runner.inside
-            _alone.add(inside[0] if inside is not None else USER_CODE)
+            _exclusive.add(inside[0] if inside is not None else USER_CODE)
         return function(*args, **kwargs)
 
     return noting

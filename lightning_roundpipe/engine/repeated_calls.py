@@ -33,19 +33,19 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
-def repeated(layer: HostLayer, made: Sequence[TracedCall], seed_of: Callable[[int], Seed], *, draws: bool) -> int:
-    """Return which of the calls ``made`` is repeated [1]; the layer's last one if the generator does not tell.
+def repeated(layer: HostLayer, calls: Sequence[TracedCall], seed_of: Callable[[int], Seed], *, draws: bool) -> int:
+    """Return which of the ``calls`` is repeated [1]; the layer's last one if the generator does not tell.
 
     Args:
         layer: the layer that is called.
-        made: the calls of the forward.
+        calls: those of the forward.
         seed_of: returns the seed of the section of user code in front of a call.
         draws: whether the layer draws random numbers.
 
     Raises:
         RoundPipeError: the layer has not been called, or nothing tells which of its random numbers are repeated.
     """
-    mine = [number for number, call in enumerate(made) if call.layer is layer]
+    mine = [number for number, call in enumerate(calls) if call.layer is layer]
     if not mine:
         raise RoundPipeError(
             f"layer {layer.name!r} was called in a backward of user code, and not before: call it in training_step."
@@ -112,13 +112,13 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
         )
     context.learned.calls_in_backward = True
     calls.weights.read.add(layer.bucket)
-    made, trace = calls.made.calls, turns.slots.trace
-    again = repeated(layer, made, sections.seed_of, draws=layer.index in context.randomness.draws)
-    call = calls.capture(layer, args, kwargs, made[again].use)
-    call.index = again + len(trace.calls if trace is not None else made)
-    call.reconnect = functools.partial(_reconnect, tape, call, made[again], call.inputs.arguments.tensors)
+    traced, planned = calls.trace.calls, turns.slots.trace
+    again = repeated(layer, traced, sections.seed_of, draws=layer.index in context.randomness.draws)
+    call = calls.capture(layer, args, kwargs, traced[again].use)
+    call.index = again + len(planned.calls if planned is not None else traced)
+    call.reconnect = functools.partial(_reconnect, tape, call, traced[again], call.inputs.arguments.tensors)
     given = call.inputs.arguments.tensors
-    sections.close()
+    sections.exit()
     outcome = calls.forward(call, taped=call.is_taped)
     layer.seen.sets_attributes |= outcome.sets_attributes
     sections.enter(again + 1)
@@ -126,10 +126,10 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
 
 
 def _reconnect(
-    tape: Tape, call: LayerCall, made: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
+    tape: Tape, call: LayerCall, traced: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
 ) -> list[Tensor]:
     """Return the outputs of a repeated call on the device that the call of the forward left them on."""
-    home = tape.turns.device = tape.context.pool.devices[made.worker]
+    home = tape.turns.device = tape.context.pool.devices[traced.worker]
     moved = [tape.moved(t.detach(), device, home) for t in outputs]
     if not call.environment.thread_state.grad or not any(t.requires_grad for t in outputs):
         return moved
@@ -143,7 +143,7 @@ def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
     """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
     turns, sections = tape.turns, tape.sections
     before = turns.device
-    sections.close()
+    sections.exit()
     gradients, device = tape.through(call)
     given = [
         None if g is None else tape.moved(g, device, edge.home)

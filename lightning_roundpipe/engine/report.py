@@ -92,7 +92,7 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
     ]
     microbatches, updates = step.spec.loss_weights.count, step.spec.updates
     update = step.spec.version + options.staleness + 1
-    calls = len(step.microbatches[0].calls.made.calls) if step.microbatches else 0
+    calls = len(step.microbatches[0].layer_calls.trace.calls) if step.microbatches else 0
     text = str(plan) if plan is not None else str(Plan.per_call(calls or 1))
 
     def report() -> Report:

@@ -4,8 +4,8 @@ A slot is a stage of one step on one worker. Slot i runs on worker i mod N. A wo
 and of each slot the microbatches in theirs: every pair has a ticket, and one counter says which ticket is served. This
 total order is why no wait can be part of a cycle.
 
-    enter ── wait until one's ticket is served ── the first to enter opens the slot ── [1]
-    leave ── pass on one's ticket, or give it up before it has come ── [2]
+    acquire ── wait until one's ticket is served ── the first to enter opens the slot ── [1]
+    release ── pass on one's ticket, or give it up before it has come ── [2]
     the last ticket of a slot ── the slot is closed: its gradients leave, and the next slot's weights come ── [3]
 """
 
@@ -65,7 +65,7 @@ class SlotGradients:
 
     Attributes:
         left: by call, reached once the next slot's gradients may follow to the host.
-        apart: whether the slot starts sums of its own, which the host adds to those of the slots before.
+        own_sums: whether the slot starts sums of its own, which the host adds to those of the slots before.
         on_worker: by call, the sums that are not on their way yet.
         free: ends of what uses their memory before.
         after: slots that have added to the same host sums before.
@@ -73,7 +73,7 @@ class SlotGradients:
     """
 
     left: dict[int, Signal]
-    apart: bool
+    own_sums: bool
     on_worker: dict[int, DeviceGradSums] = field(default_factory=dict)
     free: list[Event] = field(default_factory=list)
     after: list[Slot] = field(default_factory=list)
@@ -83,7 +83,7 @@ class SlotGradients:
         """Return what is reached once another slot's gradients of ``call`` may follow to the host."""
         return self.left.get(call, self.sent)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let others follow, when all are on their way."""
         self.after = []
         for left in self.left.values():
@@ -99,7 +99,7 @@ class Slot:
         index: position in the engine's sequence of slots.
         worker: number of its worker.
         phase: "forward", "fused" or "backward".
-        calls: calls of the trace.
+        call_indices: positions of its calls in the trace.
         layers: the layers of these, whose weights it needs.
         sums: by call, the host sums of gradients that it adds to.
         microbatches: the microbatches that it serves, in order.
@@ -116,14 +116,14 @@ class Slot:
     index: int
     worker: int
     phase: Phase
-    calls: Sequence[int]
+    call_indices: Sequence[int]
     layers: Sequence[HostLayer]
     sums: dict[int, HostGradSums]
     microbatches: Sequence[int]
     spec: StepSpec
     round: int = 0
     position: int | None = None
-    apart: InitVar[bool] = False
+    own_sums: InitVar[bool] = False
     unpacks_once: InitVar[bool] = False
     weights: SlotWeights = field(init=False)
     gradients: SlotGradients = field(init=False)
@@ -131,19 +131,19 @@ class Slot:
     opened: bool = False
     first: int = 0
 
-    def __post_init__(self, apart: bool, unpacks_once: bool) -> None:
+    def __post_init__(self, own_sums: bool, unpacks_once: bool) -> None:
         self.weights = SlotWeights({layer.index: LayerUpload() for layer in self.layers}, unpacks_once)
-        self.gradients = SlotGradients({call: Signal() for call in self.sums}, apart)
+        self.gradients = SlotGradients({call: Signal() for call in self.sums}, own_sums)
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""
         return layer.index in self.weights.uploads
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let go of the memory, when all gradients are on their way."""
         for upload in self.weights.uploads.values():
             upload.segment = None
-        self.gradients.let_go()
+        self.gradients.release()
 
     def ticket(self, microbatch: int) -> int:
         return self.first + microbatch - self.microbatches[0]
@@ -154,7 +154,7 @@ class Slot:
         return self.first + len(self.microbatches)
 
 
-class SlotTurns:
+class TicketQueue:
     """The turns of one worker. Every method is called with the baton held.
 
     Args:
@@ -178,7 +178,7 @@ class SlotTurns:
         self._tickets = slot.end
         self.slots.append(slot)
 
-    def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+    def acquire(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
         """Wait for the turn of ``microbatch`` in ``slot`` [1].
 
         ``coming`` is called once the turn is the next one, on any thread that holds the baton, unless it has come.
@@ -200,7 +200,7 @@ class SlotTurns:
         else:
             self._baton.wait(runner, subscribe)
 
-    def leave(self, slot: Slot, microbatch: int) -> None:
+    def release(self, slot: Slot, microbatch: int) -> None:
         """End a turn, or give up one that has not come [2]."""
         self._ended.add(slot.ticket(microbatch))
         while self._serving in self._ended:

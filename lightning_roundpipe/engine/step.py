@@ -91,8 +91,8 @@ class Step:
         plan, context = self.plan, self.context
         if plan is None:
             return StepSlots(context, self.spec, None, self.readiness)
-        apart = plan.side_by_side(len(context.pool.workers), self.spec.loss_weights.count)
-        return StepSlots(context, self.spec, context.learned.trace, self.readiness, apart=apart)
+        own_sums = plan.side_by_side(len(context.pool.workers), self.spec.loss_weights.count)
+        return StepSlots(context, self.spec, context.learned.trace, self.readiness, own_sums=own_sums)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
         return Microbatch.of(self.context, self.slots, index, after, slots)
@@ -142,7 +142,7 @@ class Step:
                 after = None if before is None else before.ended if in_order else before.sections.begun
                 microbatch = self._make_microbatch(index, after, rounds[index // size])
                 if before is not None and self.plan is not None and index % size == 0:
-                    microbatch.turns.follows = before.turns.passed
+                    microbatch.turns.predecessor_progress = before.turns.progress
                 microbatch.ended.then(self._microbatch_ended)
                 self.microbatches.append(microbatch)
         finally:
@@ -187,7 +187,7 @@ class Step:
             self.before._wait_for_end()
             self.started = max(self.started, self.before.started + self.before.seconds)
             self.before = None
-            self.spec.scope.part()
+            self.spec.scope.unfollow()
         for microbatch in self.microbatches:
             if microbatch.result.computed is not None and not self.spec.scope.failed:
                 microbatch.result.computed.wait()
@@ -257,17 +257,17 @@ class Step:
 
     def finish(self) -> StepGradients | None:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
-        made = self.microbatches
-        if all(microbatch.result.loss is None for microbatch in made):
-            self.readiness.passed(set())
+        microbatches = self.microbatches
+        if all(microbatch.result.loss is None for microbatch in microbatches):
+            self.readiness.set_read(set())
             return None
         context, learned = self.context, self.context.learned
-        read = set().union(*(microbatch.weights.read for microbatch in made))
+        read = set().union(*(microbatch.weights.read for microbatch in microbatches))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
-        self.readiness.passed(learned.read_by_user_code)
+        self.readiness.set_read(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
-        proxies = [microbatch.weights.mode.proxies for microbatch in made]
-        counts = [microbatch.result.weight for microbatch in made]
+        proxies = [microbatch.weights.mode.proxies for microbatch in microbatches]
+        counts = [microbatch.result.weight for microbatch in microbatches]
         factor = self.spec.loss_weights.factor(counts) / context.model.formats.scales.outside(self.spec.version)
         readiness = self.readiness if self.spec.updates is not None else None
         if context.exchange is None:

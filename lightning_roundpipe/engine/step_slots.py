@@ -40,7 +40,7 @@ class StepSlots:
         spec: what is fixed for the step.
         trace: the calls of the plan; None without a plan.
         readiness: is told when gradients are complete; None if there are none.
-        apart: whether slots start sums of their own, which the host adds up.
+        own_sums: whether slots start sums of their own, which the host adds up.
 
     Attributes:
         all: the slots of the plan, in order, or those that calls were given.
@@ -49,10 +49,10 @@ class StepSlots:
 
     def __init__(
         self, context: Context, spec: StepSpec, trace: Trace | None = None, readiness: GradReadiness | None = None, *,
-        apart: bool = False,
+        own_sums: bool = False,
     ) -> None:  # fmt: skip
         self._context, self.spec, self.trace = context, spec, trace
-        self._readiness, self._apart = readiness, apart
+        self._readiness, self._own_sums = readiness, own_sums
         self.all: list[Slot] = []
         self.sums: dict[tuple[int, ...], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
@@ -91,7 +91,7 @@ class StepSlots:
         index = next(self._context.slots)
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)], sums,
-            microbatches, self.spec, number, position, apart=self._apart, unpacks_once=stage.unpacks_once,
+            microbatches, self.spec, number, position, own_sums=self._own_sums, unpacks_once=stage.unpacks_once,
         )  # fmt: skip
         self._follow(slot)
         return slot
@@ -133,7 +133,7 @@ class StepSlots:
             self.all.append(slot)
         return slot
 
-    def give_up(self, slot: Slot) -> None:
+    def discard(self, slot: Slot) -> None:
         """Leave out a slot of `on_demand` that has not opened."""
         if slot.readiness is not None:
             slot.readiness.closed(slot)
@@ -142,7 +142,7 @@ class StepSlots:
         """Return the host sums of a call's gradients, of all microbatches or of one; None if nothing is trained."""
         key = layer.index, -1 if microbatch is None else microbatch, use
         if (known := self.sums.get(key)) is None:
-            known = self.sums[key] = self._context.gradients.begin(layer, key[1:], apart=self._apart)
+            known = self.sums[key] = self._context.gradients.begin(layer, key[1:], own_sums=self._own_sums)
         return known if known.layout.nbytes else None
 
 
@@ -163,9 +163,9 @@ class Turns:
         activations: its saved tensors.
         outside: numbers of layers whose calls run outside of the plan: user code has written to their weights.
         next: the first position of the trace that it may still call.
-        passed: how many calls of the trace are behind it.
-        follows: the same of the last microbatch of the round before, if it is the first one of its own. Turns keep the
-            order within a round; rounds may run side by side.
+        progress: how many calls of the trace are behind it.
+        predecessor_progress: that of the last microbatch of the round before, if it is the first one of its own. Turns
+            keep the order within a round; rounds may run side by side.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class Turns:
         self.activations = Activations(microbatch, slots.spec.recorder, context.pool.devices[0])
         self.outside: set[int] = set()
         self.next = 0
-        self.passed = Versioned()
-        self.follows: Versioned | None = None
+        self.progress = Versioned()
+        self.predecessor_progress: Versioned | None = None
         self._left = 0
         """Slots in front of this position have been left."""
 
@@ -206,10 +206,10 @@ class Turns:
         if not what.has(version):
             self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))
 
-    def let_follow(self) -> None:
+    def publish_progress(self) -> None:
         """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
         held = self.slots.trace.held if self.slots.trace is not None else []
-        self.passed.publish(min([self.next, *(first for first, last in held if first < self.next <= last)]))
+        self.progress.publish(min([self.next, *(first for first, last in held if first < self.next <= last)]))
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Turns:
                 return planned
         if self.round:
             present = self.slot or self.round[0]
-            self.come_to(present)
+            self.acquire(present)
             worker = present.worker
         else:
             worker = call.index % self._workers
@@ -261,21 +261,21 @@ class Turns:
         executor, memory = self.context.executors[slot.worker], None
         worker = executor.worker
         if slot.position is not None:
-            self.come_to(slot, saved, lent=lent)
+            self.acquire(slot, saved, lent=lent)
         else:
             memory = worker.spare if self.round else worker.planned
             worker.open(slot, memory, self.runner, None if call.layer.index in self.outside else self.slot)
         return CallTurn(executor, call, slot, phase, memory)
 
-    def come_to(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
+    def acquire(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
         """Leave the present slot and those in between, and wait for the turn of another one; see `take`."""
         if slot is self.slot:
             return
-        self.leave(slot.position)
+        self.release(slot.position)
         self.slot = slot
         worker = self.context.pool.workers[slot.worker]
         coming = functools.partial(self._bring_ahead, worker, saved, lent=lent) if saved else None
-        worker.enter(slot, self.microbatch, self.runner, coming)
+        worker.acquire(slot, self.microbatch, self.runner, coming)
 
     def _bring_ahead(self, worker: Worker, saved: Sequence[HostTensor], *, lent: bool = True) -> None:
         try:
@@ -284,10 +284,10 @@ class Turns:
         except Exception:
             return  # this may be another one's thread; the call brings what is not there, and raises the error
 
-    def leave(self, before: int | None = None) -> None:
+    def release(self, before: int | None = None) -> None:
         """Leave the slots in front of position ``before``; all of them if it is None."""
         for slot in self.round[self._left : before]:
-            self.context.pool.workers[slot.worker].turns.leave(slot, self.microbatch)
+            self.context.pool.workers[slot.worker].tickets.release(slot, self.microbatch)
         self._left = max(self._left, len(self.round) if before is None else before)
 
     def go_on(self, slots: StepSlots) -> None:

@@ -101,9 +101,9 @@ class Baton:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._held = False
-        self._away = 0
+        self._computing = 0
         """The number of threads that compute without it."""
-        self._alone: Runner | None = None
+        self._exclusive: Runner | None = None
         """The thread that holds it, and waits until they have computed."""
         self._ready: list[tuple[int, int, Runner]] = []
         self._count = itertools.count()
@@ -128,35 +128,35 @@ class Baton:
             self._withdraw(runner)
             raise
 
-    def acquire_alone(self, runner: Runner, sleep: Callable[[], object]) -> None:
+    def acquire_exclusive(self, runner: Runner, sleep: Callable[[], object]) -> None:
         """As `acquire`; then also wait until no thread computes without it."""
         self.acquire(runner, sleep)
         with self._mutex:
-            self._alone = runner if self._away else None
-            waits = bool(self._away)
+            self._exclusive = runner if self._computing else None
+            waits = bool(self._computing)
         try:
             if waits:
                 sleep()
         except BaseException:
             with self._mutex:
-                self._alone = None
+                self._exclusive = None
             self.release()
             raise
 
-    def leave(self) -> None:
+    def begin_computing(self) -> None:
         """Hand the baton on, to compute without it."""
         with self._mutex:
-            self._away += 1
+            self._computing += 1
         self.release()
 
-    def come_back(self, runner: Runner) -> None:
-        """Wait for the baton after `leave`."""
+    def end_computing(self, runner: Runner) -> None:
+        """Wait for the baton after `begin_computing`."""
         with self._mutex:
-            self._away -= 1
-            alone = None if self._away else self._alone
-            self._alone = self._alone if self._away else None
-        if alone is not None:
-            alone.wake()
+            self._computing -= 1
+            exclusive = None if self._computing else self._exclusive
+            self._exclusive = self._exclusive if self._computing else None
+        if exclusive is not None:
+            exclusive.wake()
         self.acquire(runner)
 
     def release(self) -> None:
@@ -263,10 +263,10 @@ class Computing(GivenUp):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        self._baton.leave()
+        self._baton.begin_computing()
 
     def __exit__(self, *error: object) -> None:
-        self._baton.come_back(self._runner)
+        self._baton.end_computing(self._runner)
 
 
 __all__ = ["Baton", "CancelScope", "Cancelled", "Computing", "GivenUp", "Runner", "Signal", "Subscribe"]

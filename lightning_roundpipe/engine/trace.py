@@ -144,8 +144,8 @@ class Trace:
             for mine, theirs in zip(longest.calls, other.calls, strict=True):
                 for name in ("forward_s", "backward_s"):
                     setattr(mine, name, min(getattr(mine, name), getattr(theirs, name)))
-                pairs = [(flops, made, theirs.products.get(flops, made)) for flops, made in mine.products.items()]
-                mine.products = {flops: (max(made[0], o[0]), min(made[1], o[1])) for flops, made, o in pairs}
+                pairs = [(flops, p, theirs.products.get(flops, p)) for flops, p in mine.products.items()]
+                mine.products = {flops: (max(p[0], o[0]), min(p[1], o[1])) for flops, p, o in pairs}
                 for name in _MOST:
                     setattr(mine, name, max(getattr(mine, name), getattr(theirs, name)))
         return longest

@@ -1,7 +1,7 @@
 """User code of one microbatch, between its layer calls, and the weights that this code reads and writes.
 
     enter ── with the baton; its own view of modules, a seed of its own, the device of the last call ── [1]
-    close ── a layer is called, or user code is over ── others run ── [2]
+    exit ── a layer is called, or user code is over ── others run ── [2]
     a wait within user code ── others run, as long as it draws no random numbers ── [3]
 
 A step of one microbatch may write to the weights of a layer that has no call on the tape, as momentum teachers do. A
@@ -83,8 +83,8 @@ class UserSections:
     def enter(self, section: int | None = None) -> None:
         """Enter the next section [1], or ``section`` again."""
         context, spec, turns = self.context, self.spec, self.turns
-        if turns.follows is not None and self.phase != "backward":
-            turns.wait_for(turns.follows, turns.next + 1)
+        if turns.predecessor_progress is not None and self.phase != "backward":
+            turns.wait_for(turns.predecessor_progress, turns.next + 1)
         for bucket in context.learned.read_by_user_code:
             turns.wait_for(bucket, spec.version)
         if self.attributes is None:
@@ -108,25 +108,25 @@ class UserSections:
         """Return the seed of a section. Call number i of the forward ends section i."""
         return (*self.spec.seed, self.spec.first + self.turns.microbatch, -1 - section)
 
-    def close(self) -> None:
+    def exit(self) -> None:
         """Leave the section, if there is one [2]."""
         activated, self._activated = self._activated, None
         if activated is None:
             return
         if self.memory is not None:
-            self.memory.leave()
+            self.memory.exit()
         if self._draws:
             self.context.randomness.end(USER_CODE)
         if self.attributes is not None:
-            self.attributes.leave()
+            self.attributes.exit()
         else:
             observe(None)
         activated.__exit__(None, None, None)
 
-    def let_pass(self) -> None:
+    def release_successors(self) -> None:
         """Let other microbatches go past."""
         self.begun.set()
-        self.turns.passed.publish(sys.maxsize)
+        self.turns.progress.publish(sys.maxsize)
 
     # -- waits --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class UserSections:
     def _outside(self) -> Iterator[None]:
         """Leave the section for a wait."""
         if self.attributes is not None:
-            self.attributes.leave()
+            self.attributes.exit()
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Room
 from lightning_roundpipe.engine.events import EventSource
-from lightning_roundpipe.engine.slots import Slot, SlotTurns
+from lightning_roundpipe.engine.slots import Slot, TicketQueue
 from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.memory.arenas import Arena, StageArena
@@ -114,7 +114,7 @@ class GradientSender(TaskThread):
     def skip(self, slot: Slot) -> None:
         """Report that a slot is closed which has had no place."""
         self._in_order(functools.partial(self._report_closed, slot), waits=False)
-        slot.let_go()
+        slot.release()
 
     def free_place(self, slot: Slot, memory: SlotMemory, pending: list[int]) -> None:
         """Free the place of a slot behind all its gradients [4].
@@ -146,7 +146,7 @@ class GradientSender(TaskThread):
         except BaseException as error:
             slot.spec.scope.fail(error)
         finally:
-            slot.let_go()
+            slot.release()
 
     @staticmethod
     def _report_closed(slot: Slot) -> None:
@@ -167,7 +167,7 @@ class Worker:
         prefetch: whether the slot behind the present one is prepared.
 
     Attributes:
-        turns: the order of its slots.
+        tickets: the order of its slots.
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
         copies: memory for packed weights that the open slot unpacks once.
@@ -177,7 +177,7 @@ class Worker:
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
         self.device = device
         self._baton, self._prefetch = baton, prefetch
-        self.turns = SlotTurns(baton, self.close_slot)
+        self.tickets = TicketQueue(baton, self.close_slot)
         self.planned, self.spare = SlotMemory(device), SlotMemory(device)
         self.copies = Arena(device, "unpacked weights")
         self._replicas: dict[int, Replica] = {}
@@ -242,20 +242,20 @@ class Worker:
 
     def add(self, slot: Slot) -> None:
         """Add a slot to those in turn."""
-        self.turns.add(slot)
+        self.tickets.add(slot)
         self._prepare_next()
 
     def _prepare_next(self) -> None:
         """Prepare the first slot, and the one behind it once the first one is open."""
-        for slot in list(self.turns.slots)[:2]:
+        for slot in list(self.tickets.slots)[:2]:
             if slot.weights.place is None and not self.planned.uploads.prepare(slot):
                 return
             if not (slot.opened and self._prefetch):
                 return
 
-    def enter(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
-        """Wait for a microbatch's turn, and open the slot if it is the first. For ``coming`` see `SlotTurns.enter`."""
-        self.turns.enter(slot, microbatch, runner, coming)
+    def acquire(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+        """Wait for a microbatch's turn, and open the slot if it is the first. ``coming``: see `TicketQueue.acquire`."""
+        self.tickets.acquire(slot, microbatch, runner, coming)
         if not slot.opened:
             self.open(slot, self.planned, runner)
             self._prepare_next()
@@ -269,7 +269,7 @@ class Worker:
             runner: the calling thread.
             present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
-        for before in slot.gradients.after if not slot.gradients.apart else ():
+        for before in slot.gradients.after if not slot.gradients.own_sums else ():
             self._baton.wait(runner, before.gradients.sent.then)
         if memory.last is not None:
             self._baton.wait(runner, memory.last.then)
@@ -412,7 +412,7 @@ class Worker:
         """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
         layer.seen.uses.otherwise([position])
         master = layer.masters[position]
-        if layer.bucket.apart and master.requires_grad:
+        if layer.bucket.double_buffered and master.requires_grad:
             name = next(name for name, parameter in layer.module.named_parameters() if parameter is master)
             raise RoundPipeError(
                 f"layer {layer.name!r} uses its weight {name!r} otherwise than in the first batch, where autocast cast "
@@ -457,7 +457,7 @@ class Worker:
 
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""
-        self.turns.clear()
+        self.tickets.clear()
         self.room.taken, self.copying = 0, []
         self.carrying.clear()
         for memory in (self.planned, self.spare):

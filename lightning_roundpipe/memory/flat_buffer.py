@@ -68,12 +68,18 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, masters: list[nn.Parameter], device: Device, formats: Formats, *, apart: bool, in_place: bool = False
+        self,
+        masters: list[nn.Parameter],
+        device: Device,
+        formats: Formats,
+        *,
+        double_buffered: bool,
+        in_place: bool = False,
     ) -> None:
         self.masters = masters
         self._device = device
         self._formats = formats
-        self._apart = apart
+        self._double_buffered = double_buffered
         self.in_place = in_place
         self._lay_out()
 
@@ -84,13 +90,13 @@ class FlatBuffer:
         self.segments, nbytes = in_a_row(self.masters, [p.dtype for p in self.masters])
         self._source_places, self.nbytes = in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
         self.places = self._source_places
-        copied = self._apart or self._casts
+        copied = self._double_buffered or self._casts
         # Only the memory that uploads read needs to be page-locked.
         pageable = copied or self.in_place
         size = 0 if self.in_place else nbytes
         self.buffer = torch.empty(size, dtype=torch.uint8) if pageable else self._device.host_buffer(size)
         if self.in_place:
-            self._homes = self.views = [_alone(p.data) for p in self.masters]
+            self._homes = self.views = [_with_own_storage(p.data) for p in self.masters]
         else:
             self._homes = [with_own_storage(s, self.buffer) for s in self.segments]
             self.views = list(self._homes)
@@ -99,7 +105,7 @@ class FlatBuffer:
                 view.copy_(master.data)
             master.data = view
         if copied:
-            self._set_apart()
+            self._make_working_copy()
 
     @property
     def trained(self) -> bool:
@@ -130,12 +136,12 @@ class FlatBuffer:
         """Whether a master lies outside the buffer."""
         return any(map(operator.is_not, self.views, self._homes))
 
-    def set_apart(self) -> None:
+    def double_buffer(self) -> None:
         """Keep a working copy from here on: the optimizer writes to masters while they are uploaded."""
-        self._apart = True
-        self._set_apart()
+        self._double_buffered = True
+        self._make_working_copy()
 
-    def _set_apart(self) -> None:
+    def _make_working_copy(self) -> None:
         if self._working is None:
             self._working = FlatCopy(self._source_places, self._device)
             self.refresh()
@@ -158,7 +164,7 @@ class FlatBuffer:
         elif formats:
             self._make_rounded()
         elif self._casts:
-            self._set_apart()
+            self._make_working_copy()
 
     def _make_rounded(self) -> None:
         self._rounded = FlatCopy(self.places, self._device)
@@ -174,14 +180,14 @@ class FlatBuffer:
     def _may_share(self) -> bool:
         return (
             self.trained
-            and not (self.in_place or self._apart or self._strays)
+            and not (self.in_place or self._double_buffered or self._strays)
             and any(map(is_halved, self.segments, self.places))
             and all(view.is_contiguous() for view in self.views)
-            and self._holds_alone
+            and self._is_sole_holder
         )
 
     @property
-    def _holds_alone(self) -> bool:
+    def _is_sole_holder(self) -> bool:
         """Whether only the masters and this buffer hold their memory."""
         return all(holders(home) <= ALONE + 1 for home in self._homes)
 
@@ -204,7 +210,7 @@ class FlatBuffer:
             return
         self._leave()
         if self._casts:
-            self._set_apart()
+            self._make_working_copy()
         elif self.places != self._source_places:
             self._make_rounded()
 
@@ -231,7 +237,7 @@ class FlatBuffer:
         if self._split is not None:
             if self._split.is_split:
                 return
-            if self._holds_alone:
+            if self._is_sole_holder:
                 self._split.split_again()
             else:
                 self.unshare()
@@ -313,8 +319,8 @@ class FlatBuffer:
             moved = True
         if moved and self._strays:
             self.unshare()
-            self._set_apart()
-        elif moved and not (self._apart or self._casts):
+            self._make_working_copy()
+        elif moved and not (self._double_buffered or self._casts):
             self._working = None  # it was there for masters outside the buffer, which have come back
         if moved and self.copied:
             self.refresh()
@@ -325,7 +331,7 @@ def _may_be_held(tensor: Tensor) -> bool:
     return holders(tensor) > ALONE or not tensor.untyped_storage().resizable()
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the contiguous ``tensor`` with a storage of just its size: weights of a mapped file share one storage."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor

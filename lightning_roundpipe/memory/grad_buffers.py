@@ -148,20 +148,20 @@ class _Block:
         self.generation = home.generation
         self.filled: Event | None = None
         """The end of the last download into it, or of the addition."""
-        self._alone = holders(flat)
+        self._own_holders = holders(flat)
         self._views: dict[tuple[ParamSlice, ...], list[Tensor]] = {}
 
     def views(self, slices: tuple[ParamSlice, ...]) -> list[Tensor]:
         """Return the gradients as cached views. Making one takes longer than the update of a small parameter."""
         if (views := self._views.get(slices)) is None:
             views = self._views[slices] = [segment.view(self.flat) for segment in slices]
-            self._alone += len(views)
+            self._own_holders += len(views)
         return views
 
     @property
     def unused(self) -> bool:
         """Whether only the pool holds the memory."""
-        return holders(self.flat) == self._alone
+        return holders(self.flat) == self._own_holders
 
 
 class _Blocks:
@@ -414,7 +414,12 @@ class GradientMemory:
         self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
 
     def begin(
-        self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None, *, apart: bool = False
+        self,
+        layer: HostLayer,
+        use: tuple[int, ...],
+        trainable: tuple[bool, ...] | None = None,
+        *,
+        own_sums: bool = False,
     ) -> HostGradSums:
         """Return the sum of one call's gradients in a new batch.
 
@@ -422,13 +427,13 @@ class GradientMemory:
             layer: the layer.
             use: tells the calls of the layer apart.
             trainable: per master, whether it is trained. Default: as it was at the last `drop`.
-            apart: whether each round's sum travels alone, and the host adds it.
+            own_sums: whether each round's sum travels alone, and the host adds it.
         """
         call = layer.index, use, trainable
         if (layout := self._layouts.get(call)) is None:
             trained = self._trained[layer.index] if trainable is None else trainable
             layout = self._layouts[call] = GradientLayout(layer, trained, self.reduction.dtype)
-        adds = layout.narrowed or (apart and layout.nbytes > 0)
+        adds = layout.narrowed or (own_sums and layout.nbytes > 0)
         return HostGradSums(layer, layout, self.pool, self.reduction if adds else None)
 
     def drop(self) -> None:

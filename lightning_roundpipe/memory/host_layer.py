@@ -31,7 +31,7 @@ class HostLayer:
         index: position among the layers.
         name: qualified name in the LightningModule.
         module: the user's module.
-        device, owned, formats, apart, mapped: see `LayerWeights`.
+        device, owned, formats, double_buffered, mapped: see `LayerWeights`.
         buffers: the newest values of all layers' buffers.
 
     Attributes:
@@ -50,7 +50,7 @@ class HostLayer:
 
     def __init__(
         self, index: int, name: str, module: nn.Module, device: Device, owned: Owned, formats: Formats | None = None, *,
-        apart: bool = False, mapped: Container[int] = (), buffers: HostBuffers | None = None,
+        double_buffered: bool = False, mapped: Container[int] = (), buffers: HostBuffers | None = None,
     ) -> None:  # fmt: skip
         self.index = index
         self.name = name
@@ -61,13 +61,15 @@ class HostLayer:
         self.buffers = LayerBuffers(name, HostBuffers() if buffers is None else buffers)
         self.observers = Observers()
         formats = formats or Formats()
-        self.weights = LayerWeights(module, self.masters, device, owned, formats, apart=apart, mapped=mapped)
+        self.weights = LayerWeights(
+            module, self.masters, device, owned, formats, double_buffered=double_buffered, mapped=mapped
+        )
         self.check = WriteCheck(name, self.state)
         self.seen = SeenCode(Uses(module, self.masters))
 
 
 def host_layers(
-    modules: Mapping[str, nn.Module], device: Device, formats: Formats, *, apart: bool, mapped: Container[int]
+    modules: Mapping[str, nn.Module], device: Device, formats: Formats, *, double_buffered: bool, mapped: Container[int]
 ) -> list[HostLayer]:
     """Make a `HostLayer` of each module.
 
@@ -80,7 +82,17 @@ def host_layers(
     left, buffers = 0, HostBuffers()
     for name, module in modules.items():
         layers.append(
-            HostLayer(len(layers), name, module, device, owned, formats, apart=apart, mapped=mapped, buffers=buffers)
+            HostLayer(
+                len(layers),
+                name,
+                module,
+                device,
+                owned,
+                formats,
+                double_buffered=double_buffered,
+                mapped=mapped,
+                buffers=buffers,
+            )
         )
         left += layers[-1].weights.nbytes
         if left >= portion:
@@ -90,7 +102,11 @@ def host_layers(
 
 
 def make_buckets(
-    layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *, apart: bool = False
+    layers: Sequence[HostLayer],
+    masters: Iterable[nn.Parameter],
+    formats: Formats | None = None,
+    *,
+    double_buffered: bool = False,
 ) -> list[ParamBucket]:
     """Return the buckets of a module in forward order and set each layer's ``bucket``.
 
@@ -100,7 +116,7 @@ def make_buckets(
         layers: all layers, in order.
         masters: all parameters of the module. Those of no layer make the first bucket, because user code may read them
             anywhere.
-        formats, apart: see `ParamBucket`.
+        formats, double_buffered: see `ParamBucket`.
     """
     groups: list[list[HostLayer]] = []
     for layer in layers:
@@ -110,11 +126,13 @@ def make_buckets(
         groups.append([*(other for g in shared for other in g), layer])
     groups.sort(key=lambda group: min(layer.index for layer in group))
     inside = {id(p) for layer in layers for p in layer.masters}
-    buckets = [ParamBucket(0, _unique(p for p in masters if id(p) not in inside), (), formats, apart=apart)]
+    buckets = [
+        ParamBucket(0, _unique(p for p in masters if id(p) not in inside), (), formats, double_buffered=double_buffered)
+    ]
     for group in groups:
         held = [p for layer in group for p in layer.masters]
         flats = [flat for layer in group for flat in layer.weights.flats]
-        bucket = ParamBucket(len(buckets), _unique(held), flats, formats, apart=apart)
+        bucket = ParamBucket(len(buckets), _unique(held), flats, formats, double_buffered=double_buffered)
         several = {key for key, holders in Counter(map(id, held)).items() if holders > 1}
         for layer in group:
             layer.bucket, layer.weights.shared = bucket, several
@@ -123,23 +141,23 @@ def make_buckets(
 
 
 def begin_to_train(
-    layers: Iterable[HostLayer], others: Iterable[nn.Parameter], formats: Formats, *, apart: bool
+    layers: Iterable[HostLayer], others: Iterable[nn.Parameter], formats: Formats, *, double_buffered: bool
 ) -> None:
-    """Adapt to a change of ``requires_grad``: widen newly trained masters, and copy them if ``apart``.
+    """Adapt to a change of ``requires_grad``: widen newly trained masters, and copy them if ``double_buffered``.
 
     Args:
         layers: all layers.
         others: masters that belong to no layer.
         formats: dtypes of the run.
-        apart: whether the optimizer writes to masters while they are uploaded.
+        double_buffered: whether the optimizer writes to masters while they are uploaded.
     """
     weights = [layer.weights for layer in layers]
     for one in weights:
         one.round({})
     for flat in (flat for one in weights for flat in one.flats):
         flat.widen()
-        if apart and flat.trained:
-            flat.set_apart()
+        if double_buffered and flat.trained:
+            flat.double_buffer()
     for master in formats.too_narrow(others):
         widen(master)
     for one in weights:

@@ -23,7 +23,7 @@ class HostModel:
         layers: the modules that run on workers, by name.
         device: any device; allocates host memory that copies asynchronously.
         formats: dtypes in which layers and user code compute.
-        apart: whether the optimizer writes to masters while they are uploaded.
+        double_buffered: whether the optimizer writes to masters while they are uploaded.
 
     Attributes:
         buffers: the layers' buffers, as calls leave them.
@@ -33,13 +33,19 @@ class HostModel:
     """
 
     def __init__(
-        self, module: nn.Module, layers: Mapping[str, nn.Module], device: Device, formats: Formats, *, apart: bool
+        self,
+        module: nn.Module,
+        layers: Mapping[str, nn.Module],
+        device: Device,
+        formats: Formats,
+        *,
+        double_buffered: bool,
     ) -> None:
         self.module, self.formats = module, formats
         mapped = mapped_weights(module.parameters(), device, formats)
-        self.layers = host_layers(layers, device, formats, apart=apart, mapped=mapped)
+        self.layers = host_layers(layers, device, formats, double_buffered=double_buffered, mapped=mapped)
         self.buffers = self.layers[0].buffers.host if self.layers else HostBuffers()
-        self.buckets = make_buckets(self.layers, module.parameters(), formats, apart=apart)
+        self.buckets = make_buckets(self.layers, module.parameters(), formats, double_buffered=double_buffered)
         self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
         self.masters = [p for bucket in self.buckets for p in bucket.masters]
         self.undisturbed = True

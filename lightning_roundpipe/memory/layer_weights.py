@@ -37,7 +37,7 @@ class LayerWeights:
         device: any device; allocates host memory that copies asynchronously.
         owned: the parameters of earlier layers, to which this one may be tied. Updated.
         formats: dtypes in which weights travel.
-        apart: whether the optimizer writes to masters while they are uploaded.
+        double_buffered: whether the optimizer writes to masters while they are uploaded.
         mapped: ids of masters that stay in their files.
 
     Attributes:
@@ -49,17 +49,17 @@ class LayerWeights:
 
     def __init__(
         self, module: nn.Module, masters: list[nn.Parameter], device: Device, owned: Owned, formats: Formats, *,
-        apart: bool, mapped: Container[int],
+        double_buffered: bool, mapped: Container[int],
     ) -> None:  # fmt: skip
         self._masters = masters
         self.rounded: frozenset[int] = frozenset()
         self.shared: set[int] = set()
         mine = [p for p in masters if id(p) not in owned]
         trained = [p for p in mine if p.requires_grad]
-        self.flats = [FlatBuffer(trained, device, formats, apart=apart)] if trained else []
+        self.flats = [FlatBuffer(trained, device, formats, double_buffered=double_buffered)] if trained else []
         for in_place in (False, True):
             if held := [p for p in mine if not p.requires_grad and (id(p) in mapped) is in_place]:
-                self.flats.append(FlatBuffer(held, device, formats, apart=False, in_place=in_place))
+                self.flats.append(FlatBuffer(held, device, formats, double_buffered=False, in_place=in_place))
         owned.update({id(p): (flat, i) for flat in self.flats for i, p in enumerate(flat.masters)})
         self._held = {id(p): owned[id(p)] for p in masters}
         self._aliases = aliases(module)

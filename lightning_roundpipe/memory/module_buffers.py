@@ -74,7 +74,7 @@ class HostBuffers:
     """The newest values of all layers' buffers."""
 
     def __init__(self) -> None:
-        self._made: dict[Place, tuple[nn.Module, BufferValue]] = {}
+        self._current: dict[Place, tuple[nn.Module, BufferValue]] = {}
         self._pending: dict[Place, int] = {}
         """Ids of the buffer tensors that are to be settled, by place."""
         self._compared: set[Place] = set()
@@ -90,17 +90,17 @@ class HostBuffers:
         """Return the newest values of a buffer, in memory that ``device`` copies from."""
         with self._lock:
             buffer = _buffer_of(module, name)
-            known = self._made.get((id(module), name))
+            known = self._current.get((id(module), name))
             if known is not None and known[1].pending and not known[1].is_up_to_date(buffer):
                 self._settle((id(module), name))
-                known, buffer = self._made.get((id(module), name)), _buffer_of(module, name)
+                known, buffer = self._current.get((id(module), name)), _buffer_of(module, name)
             if known is None or not known[1].is_up_to_date(buffer) or self._differs((id(module), name), buffer):
                 with torch.inference_mode(False):
                     host = buffer
                     if isinstance(buffer, Tensor):
                         host = buffer.detach()
                         host = stage(host, device) if _is_plain(host) else host.clone()
-                known = self._made[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
+                known = self._current[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
             return known[1]
 
     def _differs(self, place: Place, buffer: BufferOrAbsent) -> bool:
@@ -108,7 +108,7 @@ class HostBuffers:
 
         The first call after a step finds it.
         """
-        known = self._made[place][1]
+        known = self._current[place][1]
         if place in self._compared or known.pending or not isinstance(buffer, Tensor) or not _is_plain(buffer):
             return False  # pending values are those of calls, which the buffer does not hold yet
         self._compared.add(place)
@@ -124,12 +124,12 @@ class HostBuffers:
                 held = before.host.clone() if isinstance(before.host, Tensor) else before.host
                 first[place] = module, BufferValue(held, None, before.of)
             base = before.base if before.pending else before.host
-            made = BufferValue(host, ready, before.of, base)
-            self._made[place] = self._history.setdefault(microbatch, {})[place] = module, made
+            value = BufferValue(host, ready, before.of, base)
+            self._current[place] = self._history.setdefault(microbatch, {})[place] = module, value
             before.pending, before.base = False, None
             self._pending[place] = id(before.of[0])
             self.replaced = self.replaced or not _fits(before.of[0], host)
-            return made
+            return value
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -138,7 +138,9 @@ class HostBuffers:
         """Return the name of the buffer with pending values that ``tensor`` is, or a view of; empty if it is none."""
         base = None if tensor.is_inference() else tensor._base
         found = (place for place, of in list(self._pending.items()) if of in (id(tensor), id(base)))
-        return next((f"buffer {name!r} of {type(self._made[module, name][0]).__name__}" for module, name in found), "")
+        return next(
+            (f"buffer {name!r} of {type(self._current[module, name][0]).__name__}" for module, name in found), ""
+        )
 
     def settle(self) -> None:
         """Wait for all pending values and write them to their buffers [3]."""
@@ -149,23 +151,23 @@ class HostBuffers:
             self.replaced = False
 
     def _settle(self, place: Place) -> None:
-        module, made = self._made[place]
-        assert made.ready is not None
-        made.ready.wait()
-        if not _alike(made.host, made.base):
-            _assign(module, place[1], made.host)
+        module, value = self._current[place]
+        assert value.ready is not None
+        value.ready.wait()
+        if not _alike(value.host, value.base):
+            _assign(module, place[1], value.host)
             buffer = _buffer_of(module, place[1])
-            made_of: tuple[BufferOrAbsent, int] = buffer, _version(buffer)
+            of: tuple[BufferOrAbsent, int] = buffer, _version(buffer)
         else:
-            made_of = made.of
+            of = value.of
         self._pending.pop(place, None)
-        made.of, made.pending, made.base = made_of, False, None
+        value.of, value.pending, value.base = of, False, None
 
     def overwrite(self, buffer: Tensor) -> None:
         """Note that user code writes to ``buffer``, so that it leaves other values than the calls before."""
         with self._lock:
-            for _, made in self._made.values():
-                made.overwritten = made.overwritten or made.of[0] is buffer
+            for _, value in self._current.values():
+                value.overwritten = value.overwritten or value.of[0] is buffer
 
     def take_history(self) -> BufferHistory:
         """Return what each microbatch has left since the last call. Call `settle` first."""
@@ -176,7 +178,7 @@ class HostBuffers:
     def drop(self) -> None:
         """Forget all values after a failed step: pending ones may never arrive."""
         with self._lock:
-            self._made.clear()
+            self._current.clear()
             self._history.clear()
             self._pending.clear()
             self._compared.clear()
@@ -199,7 +201,7 @@ class BufferHistory:
 class _Loaded(NamedTuple):
     """The values that a replica's buffer was loaded with, and the tensor that holds them."""
 
-    made: BufferValue
+    value: BufferValue
     here: BufferOrAbsent
     here_version: int
 
@@ -270,25 +272,25 @@ class ReplicaBuffers:
         """Load the newest values into the replica, or those of a `snapshot` [1]."""
         for index, original, copy, name in self._buffers():
             if saved is None:
-                made = self._host.now(original, name, self._device)
+                value = self._host.now(original, name, self._device)
             else:
-                made = saved.get(index, _NEVER_LOADED.made)  # found by a later call
+                value = saved.get(index, _NEVER_LOADED.value)  # found by a later call
             known = self._loaded.get(index, _NEVER_LOADED)
-            if known is None or known.made is not made:
-                here = self._uploaded(made)
+            if known is None or known.value is not value:
+                here = self._uploaded(value)
                 _set_buffer(copy, name, here)
-                self._loaded[index] = _Loaded(made, here, _version(here))
+                self._loaded[index] = _Loaded(value, here, _version(here))
 
-    def _uploaded(self, made: BufferValue) -> BufferOrAbsent:
-        if not isinstance(made.host, Tensor):
-            return made.host
+    def _uploaded(self, value: BufferValue) -> BufferOrAbsent:
+        if not isinstance(value.host, Tensor):
+            return value.host
         with torch.inference_mode(False):
-            if made.ready is not None:
-                self._device.compute.wait(made.ready)
-            if not _is_plain(made.host):
-                return made.host.to(self._replica.device, copy=True)
-            here = torch.empty_like(made.host, device=self._replica.device)
-            self._device.compute.copy(here, made.host)
+            if value.ready is not None:
+                self._device.compute.wait(value.ready)
+            if not _is_plain(value.host):
+                return value.host.to(self._replica.device, copy=True)
+            here = torch.empty_like(value.host, device=self._replica.device)
+            self._device.compute.copy(here, value.host)
             return here
 
     def snapshot(self) -> dict[int, BufferValue]:
@@ -309,7 +311,7 @@ class ReplicaBuffers:
             if loaded is None or now is not loaded.here or _version(now) != loaded.here_version:
                 found.append(index)
             elif isinstance(now, Tensor) and thorough:
-                if not _alike(now.cpu(), loaded.made.host):  # ``cpu`` comes after `load` on the compute stream
+                if not _alike(now.cpu(), loaded.value.host):  # ``cpu`` comes after `load` on the compute stream
                     found.append(index)
             elif isinstance(now, Tensor) and index in self._of.mutable:
                 found.append(index)
@@ -360,9 +362,9 @@ class ReplicaBuffers:
         for index, here, host in found:
             original, _, name = self._place(index)
             loaded = self._loaded.get(index)
-            before = loaded.made if loaded is not None else self._host.now(original, name, self._device)
-            made = self._host.put(original, name, before, host, ready, microbatch)
-            self._loaded[index] = _Loaded(made, here, _version(here))
+            before = loaded.value if loaded is not None else self._host.now(original, name, self._device)
+            value = self._host.put(original, name, before, host, ready, microbatch)
+            self._loaded[index] = _Loaded(value, here, _version(here))
 
     def _place(self, position: int) -> tuple[nn.Module, nn.Module, str]:
         index, name = self._of.places[position]

@@ -24,7 +24,7 @@ class ParamBucket(Versioned):
         masters: the masters.
         flats: the buffers of the layers that they belong to.
         formats: dtypes that they are computed with in.
-        apart: whether masters are updated while a step computes with their working copies.
+        double_buffered: whether masters are updated while a step computes with their working copies.
 
     Attributes:
         version: the last published version of the weights, which uploads may read.
@@ -37,7 +37,7 @@ class ParamBucket(Versioned):
         flats: Sequence[FlatBuffer] = (),
         formats: Formats | None = None,
         *,
-        apart: bool = False,
+        double_buffered: bool = False,
     ) -> None:
         super().__init__()
         self.index = index
@@ -45,13 +45,13 @@ class ParamBucket(Versioned):
         self._flats = list(flats)
         self._held = {id(master): (flat, index) for flat in flats for index, master in enumerate(flat.masters)}
         self._formats = formats or Formats()
-        self.apart = apart
+        self.double_buffered = double_buffered
         self._copies: dict[int, Tensor] = {}
         """Working copies, by id, of masters that belong to no layer and that user code has read."""
 
     def read(self, master: nn.Parameter) -> Tensor:
         """Return what user code reads for ``master``: the values that a layer finds on its worker."""
-        if not (self.apart or self._formats.differ_now(master)):
+        if not (self.double_buffered or self._formats.differ_now(master)):
             return master
         if (held := self._held.get(id(master))) is not None:
             return held[0].read(held[1])

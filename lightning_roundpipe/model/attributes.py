@@ -178,12 +178,12 @@ class StateDiff:
 
     Attributes:
         changed: by index of the module: (changed or new attributes, removed names).
-        carried: by (module index, name): attributes that hold tensors. They are arguments of the call, so that they are
+        with_tensors: by (module index, name): attributes that hold tensors. They are arguments of the call, so they are
             copied to the right device and gradients flow through them.
     """
 
     changed: dict[int, tuple[dict[str, Any], tuple[str, ...]]]
-    carried: dict[tuple[int, str], Any] = field(default_factory=dict)
+    with_tensors: dict[tuple[int, str], Any] = field(default_factory=dict)
 
 
 class ModuleState:
@@ -230,7 +230,7 @@ class ModuleState:
         return any(not same(container, contents) for container, contents in self._filled)
 
     def _compare(self) -> None:
-        changed, carried = {}, {}
+        changed, with_tensors = {}, {}
         for index, (module, base) in enumerate(zip(self.modules, self.base, strict=True)):
             own = own_attributes(module)
             differing = {k: frozen(v) for k, v in own.items() if k not in base or not same(base[k], v)}
@@ -240,7 +240,7 @@ class ModuleState:
                     continue
                 tensors = [t for t in tensors_in(value) if not isinstance(t, nn.Parameter)]
                 if tensors and (key in differing or any(t.requires_grad for t in tensors)):
-                    carried[index, key] = differing.setdefault(key, frozen(value))
+                    with_tensors[index, key] = differing.setdefault(key, frozen(value))
             if differing or removed:
                 changed[index] = (differing, removed)
-        self._diff = StateDiff(changed, carried) if changed else None
+        self._diff = StateDiff(changed, with_tensors) if changed else None

@@ -36,7 +36,7 @@ class Crossing:
         """The last call that took the storage as an input."""
         self._given: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         """The call that returned the storage."""
-        self._made: list[tuple[int, weakref.WeakSet[torch.UntypedStorage]]] = []
+        self._of_user_code: list[tuple[int, weakref.WeakSet[torch.UntypedStorage]]] = []
         """What user code has made before each call: bytes that are not inputs of the call, and those that are."""
 
     def see(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0) -> Crossed:
@@ -52,8 +52,8 @@ class Crossing:
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
         made = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs if tensor.device.type != "cpu")
         made -= set(self._given)
-        self._made.append((max(0, made_bytes - sum(storage.nbytes() for storage in made)), made))
-        held = sum(storage.nbytes() for storage in self._given if storage not in taken) + self._made[-1][0]
+        self._of_user_code.append((max(0, made_bytes - sum(storage.nbytes() for storage in made)), made))
+        held = sum(storage.nbytes() for storage in self._given if storage not in taken) + self._of_user_code[-1][0]
         shared, passed = Counter[int](), Counter[int]()
         for storage, size in taken.items():
             if (before := self._taken.get(storage)) is not None:
@@ -72,7 +72,7 @@ class Crossing:
 
     def backward_held_bytes(self, call: int) -> int:
         """Return the bytes that user code, or autograd for it, holds at the backward of ``call``."""
-        made, inputs = self._made[call]
+        made, inputs = self._of_user_code[call]
         return self.held_bytes() + made + sum(storage.nbytes() for storage in inputs)
 
 

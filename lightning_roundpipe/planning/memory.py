@@ -80,7 +80,7 @@ class Parameters:
         trained: number of trained elements.
         frozen: number of frozen elements.
         compute_bytes: bytes of an element in the compute dtype.
-        apart: whether updates run while a step computes with the weights (staleness 1), so that these need a copy.
+        double_buffered: whether updates run while a step computes with a copy of the weights (staleness 1).
         packed: number of frozen elements in few bits.
         packed_bytes: bytes of the packed weights, scales included.
         packed_as: their format in words.
@@ -95,7 +95,7 @@ class Parameters:
     trained: int
     frozen: int
     compute_bytes: int
-    apart: bool = False
+    double_buffered: bool = False
     packed: int = 0
     packed_bytes: int = 0
     packed_as: str = ""
@@ -470,7 +470,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
     machines = parameters.machines
-    working = size if (size != MASTER_BYTES or parameters.apart) and not parameters.shares else 0
+    working = size if (size != MASTER_BYTES or parameters.double_buffered) and not parameters.shares else 0
     owned = -(-trained // machines)
     whose = f", 1/{machines} of them" if machines > 1 else ""
     moments = math.ceil(2 * OPTIMIZER_STATES[parameters.optimizer_state] * owned)

@@ -47,7 +47,7 @@ class CancelScope:
         if error is not None:
             self.fail(error)
 
-    def part(self) -> None:
+    def unfollow(self) -> None:
         """Drop the reference to the step before, which is over."""
         self._before = None
 

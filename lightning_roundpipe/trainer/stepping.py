@@ -104,7 +104,7 @@ class Stepping:
             )
 
     @property
-    def apart(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether the optimizer steps on its own thread."""
         return self._engine.updates is not None
 
@@ -133,7 +133,7 @@ class Stepping:
             MisconfigurationException: ``staleness=1`` is set, which needs the thread, and the step has to block; or the
                 module switched to manual optimization during training.
         """
-        if self.apart and not self._module.automatic_optimization:
+        if self.asynchronous and not self._module.automatic_optimization:
             raise MisconfigurationException(
                 "automatic_optimization was set to False during training, when the optimizer has begun to step beside "
                 "it: set it in the LightningModule's __init__."
@@ -144,7 +144,7 @@ class Stepping:
         looks = looks_at_weights(self._trainer, self._module)
         reason = self._reason(looks)
         if before is not None:
-            if reason is None and not (self.apart or self.starts_accumulation()):
+            if reason is None and not (self.asynchronous or self.starts_accumulation()):
                 return  # the gradients accumulated in .grad stay there until the step that uses them
             self._settle_for(looks)
         self._listening = now
@@ -161,7 +161,7 @@ class Stepping:
                 f"which is not possible: {why}. Set optimizer_device='cpu', or change that."
             )
         if reason is None:
-            if not self.apart:
+            if not self.asynchronous:
                 self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
             if self._engine.updates is not None:
                 self._engine.updates.gradients.keeps = reads_gradients(looks)
@@ -238,7 +238,7 @@ class Stepping:
         Raises:
             RoundPipeError: code that needs them was added since the batch began.
         """
-        if not self.apart or self._now() == self._listening:
+        if not self.asynchronous or self._now() == self._listening:
             return
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
         if reason is not None:
@@ -251,7 +251,7 @@ class Stepping:
         """Run one optimizer step. ``run`` is Lightning's part of it [2]."""
         self.choose()
         clips: list[Clip] = []
-        plugin.clipping = clips.append if self.apart else None
+        plugin.clipping = clips.append if self.asynchronous else None
         try:
             result = run()
         finally:

@@ -56,9 +56,9 @@ class Window:
         to_come = -epoch.batch_progress.current.ready % self._accumulated
         fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
         batches: list[Any] = [args[0]]
-        self._alone = sees_each_batch(self._trainer, module)
+        self._serial = sees_each_batch(self._trainer, module)
         statistics = epoch.automatic_optimization._skip_backward  # a pass for those of BatchNorm
-        if fetcher is not None and not (self._alone or statistics):
+        if fetcher is not None and not (self._serial or statistics):
             batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
         if fetcher is None and (options.num_microbatches or options.microbatch_size):
             raise ValueError(
@@ -103,8 +103,8 @@ class Window:
 
     def run(self, engine: Engine, seed: tuple[int, ...], *, zero_grad: bool) -> None:
         """Run all microbatches [1]."""
-        if self._alone and self._accumulated > 1:
-            engine.hints.say("one", f"the batches of a window run one at a time, on one device: {self._alone}.")
+        if self._serial and self._accumulated > 1:
+            engine.hints.say("one", f"the batches of a window run one at a time, on one device: {self._serial}.")
         stopping, epoch = self._trainer.should_stop, self._trainer.fit_loop.epoch_loop
         functions = [functools.partial(self._step, m) for m in range(len(self._functions))]
         before, epoch.batch_progress = epoch.batch_progress, self._progress  # type: ignore[assignment]

@@ -86,7 +86,7 @@ class GradReadiness:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def expect(self, slots: Iterable[UploadedStage]) -> None:
-        """Add slots of the step. Call it before the first of them is closed, and for all slots before `passed`."""
+        """Add slots of the step. Call it before the first of them is closed, and for all slots before `set_read`."""
         with self._lock:
             for slot in slots:
                 slot.readiness = self
@@ -124,7 +124,7 @@ class GradReadiness:
                 self._open[bucket] -= 1
             self._look(buckets)
 
-    def passed(self, read: Collection[ParamBucket]) -> None:
+    def set_read(self, read: Collection[ParamBucket]) -> None:
         """Set the buckets that user code has ``read``, once all microbatches have their loss."""
         with self._lock:
             self._read = read

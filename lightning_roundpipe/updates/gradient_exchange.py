@@ -116,26 +116,26 @@ class GradientExchange:
         self._weights: deque[_Flying] = deque()
         self._updated: list[ParamBucket] = []
         """Buckets whose new weights are there."""
-        self._apart = False
+        self._asynchronous = False
         """Whether this machine's optimizer steps on its own thread."""
 
     def owns(self, bucket: ParamBucket) -> bool:
         """Return whether this machine updates ``bucket``."""
         return not self.owner or self.owner[bucket] == self.peers.rank
 
-    def step_apart(self, apart: bool) -> None:
+    def set_asynchronous(self, asynchronous: bool) -> None:
         """Say who steps: the optimizer's thread, bucket by bucket, or the caller, who steps all parameters.
 
         Raises:
             RoundPipeError: the caller cannot, as this machine has not the state of all parameters any more.
         """
-        if self._apart and not apart and self.owner:
+        if self._asynchronous and not asynchronous and self.owner:
             raise RoundPipeError(
                 "a hook, callback or optimizer that needs all gradients or optimizer state on each machine came during "
                 "training, and each machine has the optimizer's state of its own layers only: set "
                 "shard_optimizer=False, or add it before training."
             )
-        self._apart = apart
+        self._asynchronous = asynchronous
 
     def refuse_rebuilding(self) -> None:
         """Raise if the buckets must not change, as each machine has the optimizer's state of its own ones only."""
@@ -153,11 +153,15 @@ class GradientExchange:
         """
         kind = -1 if contribution is None else KINDS.index(contribution.kind)
         total = 0.0 if contribution is None else contribution.total
-        row = [float(kind), total, float(self._apart and bool(self.owner))]
+        row = [float(kind), total, float(self._asynchronous and bool(self.owner))]
         mine = torch.tensor(row, dtype=torch.float64)
         everyones = [row.tolist() for row in self.peers.gather(mine, "the weights of the windows", GRADIENTS)]
-        if len({apart for *_, apart in everyones}) > 1:
-            names = [self.peers.liveness.name_of(rank) for rank, (*_, apart) in enumerate(everyones) if not apart]
+        if len({asynchronous for *_, asynchronous in everyones}) > 1:
+            names = [
+                self.peers.liveness.name_of(rank)
+                for rank, (*_, asynchronous) in enumerate(everyones)
+                if not asynchronous
+            ]
             raise RoundPipeError(
                 f"on {', '.join(names)} a hook, callback or optimizer needs gradients or weights after each batch, and "
                 "on other machines it does not: use the same callbacks on each machine, or set shard_optimizer=False."
@@ -204,14 +208,14 @@ class GradientExchange:
     def summed(self, gradients: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield the ids of masters and the sums of this machine's ``gradients``, by id of the master."""
         self.begin()
-        apart, self._apart = self._apart, False
+        asynchronous, self._asynchronous = self._asynchronous, False
         try:
             for bucket in self.order:
                 mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
                 yield from (pair for _, sums in self.add(bucket, mine) for pair in sums.items())
             yield from (pair for _, sums in self.rest() for pair in sums.items())
         finally:
-            self._apart = apart
+            self._asynchronous = asynchronous
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -277,7 +281,7 @@ class GradientExchange:
 
     @property
     def _shares_out(self) -> bool:
-        return self._apart and bool(self.owner)
+        return self._asynchronous and bool(self.owner)
 
     def _receiver(self, bucket: ParamBucket) -> int | None:
         """Return the machine that gets the sums of ``bucket``; None if all do."""

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     tensor: Tensor
     home: Device | None
-    made: Event | None
+    ready: Event | None
 
 
 class Gradients:

@@ -4,7 +4,7 @@ They take turns in user code, and each of them has a view of what any of them ha
 
     what it has set itself ── [1]
     else, of an attribute that one of them has left changed (counters, metrics, "is initialised"), the latest value
-    of those in front of it, and of those that have ended ── carried on in order ── [2]
+    of those in front of it, and of those that have ended ── persistent: it goes on from one to the next ── [2]
     else the value at the beginning ── an attribute that is put back (PEFT's ``disable_adapter``, a flag around a
     reference pass) is private to each ── [3]
 
@@ -143,8 +143,8 @@ class SharedAttributes:
 
     Attributes:
         buffers: modules and names of the model's buffers, by their ids, at the beginning.
-        carried: those that views have set, unless they put them back [2].
-        put_back: those that a view has changed, so that others could see it, and no view has left changed [3].
+        persistent: those that views have set, unless they put them back [2].
+        restored: those that a view has changed, so that others could see it, and no view has left changed [3].
         hooks: the view of hooks [4].
     """
 
@@ -152,17 +152,17 @@ class SharedAttributes:
         self._root = root
         self.touched: Callable[[Holder], object] = lambda holder: None
         """Told of each module and parameter whose attributes change."""
-        self.carried: set[Place] = set()
-        self.put_back: set[Place] = set()
+        self.persistent: set[Place] = set()
+        self.restored: set[Place] = set()
         self._left: set[Place] = set()
         """Those that a view has left changed."""
         self.begin()
 
-    def carry(self, place: Place) -> None:
+    def make_persistent(self, place: Place) -> None:
         """Note that a view leaves an attribute changed."""
         self._left.add(place)
-        self.carried.add(place)
-        self.put_back.discard(place)
+        self.persistent.add(place)
+        self.restored.discard(place)
 
     def see_end(self, place: Place, *, left: bool, differed: bool) -> None:
         """Note how a view has treated an attribute.
@@ -173,12 +173,12 @@ class SharedAttributes:
             differed: whether others could have seen it changed in between.
         """
         if left:
-            self.carry(place)
+            self.make_persistent(place)
         elif differed and place not in self._left:
-            self.put_back.add(place)
-            self.carried.discard(place)
-        elif place not in self.put_back:
-            self.carried.add(place)
+            self.restored.add(place)
+            self.persistent.discard(place)
+        elif place not in self.restored:
+            self.persistent.add(place)
 
     def begin(self) -> None:
         """Begin a window."""
@@ -221,7 +221,7 @@ class SharedAttributes:
         if to is self.present is not None:
             return
         for place, held in self.start.items():
-            if place in self.carried and to is not self.hooks:
+            if place in self.persistent and to is not self.hooks:
                 held = self.latest(place, to) or held
             held = to.values.get(place, held) if to is not None else held
             if not _alike(_read(held.holder, place[1]).value, held.value):
@@ -240,13 +240,13 @@ class SharedAttributes:
         for place, held in self.start.items():
             held.put(place[1], in_place=True)
 
-    def leave_latest(self, views: Sequence[AttributeView]) -> None:
+    def store_latest(self, views: Sequence[AttributeView]) -> None:
         """Let the last one of ``views`` to have set an attribute leave there what all of them have.
 
         One that calls fewer layers may end before the one in front of it.
         """
         for place, last in {place: view for view in views for place in view.values}.items():
-            if place in self.carried:
+            if place in self.persistent:
                 last.values[place] = self.latest(place) or last.values[place]
 
 
@@ -270,7 +270,7 @@ class AttributeView:
         self._differed: set[Place] = set()
         """What others could have seen changed."""
         self._new: set[Place] = set()
-        """What it has set before anything has shown that it is carried on."""
+        """What it has set before anything has shown that it is persistent."""
 
     def put(self) -> None:
         """Let modules hold what it has set. No view runs any more."""
@@ -294,7 +294,7 @@ class AttributeView:
             held = _read(holder, name)
             self._section[place] = held.copied() if in_place else held
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Leave the section. What it has set is its own from here on, also where it was the same before."""
         _thread.view = None
         state, section, self._section = self.state, self._section, {}
@@ -306,22 +306,22 @@ class AttributeView:
             self._found.setdefault(place, before.seen(place[1]))
             state.start.setdefault(place, before)
             if in_place or self._found[place] is _ABSENT:  # what a module has lacked cannot be put back
-                state.carry(place)
+                state.make_persistent(place)
             if not _alike(held.seen(place[1]), self._found[place]):
                 self._differed.add(place)
-            if place not in state.carried:
+            if place not in state.persistent:
                 self._new.add(place)
             elif self is not state.hooks:
                 state.note(place, self, held)
 
     def end(self) -> None:
         """Leave the last section, and find out which attributes are left changed."""
-        self.leave()
+        self.exit()
         state = self.state
         for place, held in self.values.items():
             left = not _alike(held.seen(place[1]), self._found[place])
             state.see_end(place, left=left, differed=place in self._differed)
-            if place in self._new and place in state.carried:  # of others, later ones have left the latest by now
+            if place in self._new and place in state.persistent:  # of others, later ones have left the latest by now
                 state.note(place, self, held)
         self.ended = True
         for place in self.values:

@@ -107,7 +107,7 @@ def test_devices_are_reset_behind_the_last_upload(monkeypatch: pytest.MonkeyPatc
         reset(device)
 
     def failing(*args: object) -> None:
-        slot = ours.engine.context.pool.workers[0].turns.slots[-1]
+        slot = ours.engine.context.pool.workers[0].tickets.slots[-1]
         with monkeypatch.context() as patch:
             patch.setattr(type(slot.layers[0].bucket), "has", lambda bucket, version: False)
             patch.setattr(type(slot.layers[0].bucket), "when", lambda *args: True)

@@ -186,7 +186,7 @@ def test_where_all_gradients_are_needed_each_layer_has_memory(why: str, monkeypa
 def layer() -> Iterator[HostLayer]:
     [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     module = nn.Linear(SIZE, SIZE, bias=False)
-    [made] = host_layers({"layer": module}, device, Formats(), apart=False, mapped=())
+    [made] = host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())
     make_buckets([made], module.parameters())
     made.device = device  # type: ignore[attr-defined]
     yield made
@@ -225,7 +225,7 @@ def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
     pool.take(BYTES)
     pool.draining = readiness
-    readiness.passed(())
+    readiness.set_read(())
     thread = waiting(pool)
     updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)

@@ -39,7 +39,7 @@ FROZEN = {"0.weight", "0.bias", "1.weight"}
 def layer_of(module: nn.Module, device: Device, formats: Formats | None = None) -> HostLayer:
     formats = formats or Formats()
     ids = mapped_weights(module.parameters(), device, formats)
-    [layer] = host_layers({"layer": module}, device, formats, apart=False, mapped=ids)
+    [layer] = host_layers({"layer": module}, device, formats, double_buffered=False, mapped=ids)
     return layer
 
 
@@ -68,7 +68,7 @@ def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Pat
     content, before = path.read_bytes(), copy.deepcopy(module.state_dict())
     layer = layer_of(module, device, LOW)
     module[0].weight.requires_grad_(True)
-    begin_to_train([layer], [], LOW, apart=False)
+    begin_to_train([layer], [], LOW, double_buffered=False)
     assert module[0].weight.dtype is torch.float32
     with torch.no_grad():
         module[0].weight.add_(1.0)

@@ -103,7 +103,7 @@ def test_the_host_holds_each_number_once() -> None:
     assert [item.locked for item in mixed.values()] == [False, True, True, True, False, True]
     shared = host_items(plan, Costs(tuple(call(str(i), gradients=1500) for i in range(4))), Parameters(1000, 0, 4))
     assert shared[1].nbytes == 4 * 1500  # a weight of two layers has two sums
-    late = host_items(plan, frozen, Parameters(1000, 0, 4, apart=True))
+    late = host_items(plan, frozen, Parameters(1000, 0, 4, double_buffered=True))
     assert [item.nbytes for item in late] == [4000, 4000, 4000, 8000, 3 * 5]
     assert [item.locked for item in late] == [False, True, True, False, True]
     same = host_items(plan, frozen, Parameters(1000, 0, 4))

@@ -90,7 +90,7 @@ def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round()
     first.progress += 3
     second.progress += 1
     assert second.moved == 4
-    second.part()
+    second.unfollow()
     assert second.moved == 1
 
 

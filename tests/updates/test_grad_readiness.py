@@ -61,7 +61,7 @@ def test_a_unit_is_sent_when_its_uploads_are_over() -> None:
     readiness.uploading(b, Upload("b", notes))  # type: ignore[arg-type]
     readiness.uploading(a, Upload("a", notes))  # type: ignore[arg-type]
     assert send() == [] and notes == []  # user code may still read them, before all losses
-    readiness.passed([b])
+    readiness.set_read([b])
     assert send() == [] and notes == []  # a is to be uploaded once more, and user code has read b
     readiness.uploading(a, Upload("a again", notes))  # type: ignore[arg-type]
     assert send() == [] and notes == ["a", "a again", "unit 0"]

@@ -153,7 +153,7 @@ def test_an_owner_gets_the_sums_of_its_buckets_and_sends_their_weights(
 
     def step(machine: Machine) -> dict[int, Tensor]:
         exchange = machine.exchange
-        exchange.step_apart(True)
+        exchange.set_asynchronous(True)
         sums = machine.step()
         updated = []
         for bucket in exchange.order:
@@ -181,17 +181,17 @@ def test_shared_out_state_needs_the_same_way_of_stepping_everywhere() -> None:
     """The errors name the setting with which each machine has all state."""
 
     def differ(machine: Machine) -> None:
-        machine.exchange.step_apart(machine.rank == 0)
+        machine.exchange.set_asynchronous(machine.rank == 0)
         with pytest.raises(RoundPipeError, match=r"on machine 1 a hook.*or set shard_optimizer=False"):
             machine.exchange.share(None)
 
     def change(machine: Machine) -> None:
         machine.exchange.refuse_rebuilding()
-        machine.exchange.step_apart(True)
+        machine.exchange.set_asynchronous(True)
         with pytest.raises(RoundPipeError, match="set shard_optimizer=False, or change the model before training"):
             machine.exchange.refuse_rebuilding()
         with pytest.raises(RoundPipeError, match=r"came during training.*set shard_optimizer=False"):
-            machine.exchange.step_apart(False)
+            machine.exchange.set_asynchronous(False)
 
     on_all(differ, shards=True)
     on_all(change, shards=True)

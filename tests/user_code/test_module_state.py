@@ -10,7 +10,7 @@ from lightning_roundpipe.user_code.module_state import AttributeView, SharedAttr
 def _set(view: AttributeView, module: nn.Module, value: int) -> None:
     view.enter()
     module.seen = value  # type: ignore[assignment]
-    view.leave()
+    view.exit()
 
 
 def test_values_that_no_view_finds_any_more_are_dropped() -> None:
