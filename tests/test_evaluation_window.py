@@ -9,8 +9,8 @@ import pytest
 import torch
 import torchmetrics
 from harness import MemoryLogger, ours, quiet, trainer_of
-from plain_oracle import PLAIN, Record, Recorder, assert_equal, kept, on_devices, train
-from test_window import Net, Stream, loader, rows, without_attributes
+from plain_oracle import PLAIN, Recorder, assert_equal, kept, on_devices, train
+from test_window import Net, Stream, loader, rows
 from torch.utils.data import DataLoader
 
 DEVICES = on_devices(3)
@@ -105,7 +105,7 @@ def evaluate(
         if error is not None:
             with pytest.raises(error):
                 getattr(trainer, kind)(module, loaders(), **given)
-            return without_attributes(Record(module.calls)), memory.lines
+            return module.calls, memory.lines
         returned = [kept(getattr(trainer, kind)(module, loaders(), **given)) for _ in range(2)]
     left = kept(module.state_dict()), kept(trainer.callback_metrics), module.seen, module.index
     return module.calls, memory.lines, returned, module.moved, left
