@@ -129,7 +129,7 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
         given = function(part)
         try:
             weights.append(float(given))
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"loss_weight returned {given!r} for microbatch {index}: it must give one number, such as that of the "
                 "targets in it."

@@ -486,7 +486,7 @@ class Evaluations:
 
     @interrupts_deferred()
     def begin(self, kind: Hashable, version: int, in_flight: int, *, exclusive: bool = False) -> None:
-        """Begin to run batches of ``kind``, at most ``in_flight`` at a time, or one exclusively, which shows its kind."""
+        """Begin to run batches of ``kind``, at most ``in_flight`` at a time, or one alone, which shows its kind."""
         context, self._kind = self._context, kind
         known = self._known.pop(kind) if kind in self._known and exclusive else self._known.get(kind)
         context.attributes.begin()
