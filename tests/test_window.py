@@ -380,6 +380,36 @@ def test_none_from_training_step(devices: int, skipped: tuple[int, ...]) -> None
     assert_window(devices, lambda: Net(skipped=skipped))
 
 
+class Refusing(Block):
+    refuses = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.refuses:
+            raise ArithmeticError
+        return super().forward(x)
+
+
+class Catching(Net):
+    """Goes on without the batches that a layer refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = Refusing(norm=False).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.blocks[2].refuses = batch_idx in (1, 6)
+        try:
+            return super().training_step(batch, batch_idx)
+        except ArithmeticError:
+            return None
+
+
+@DEVICES
+def test_errors_of_layers_that_training_step_catches(devices: int) -> None:
+    """The batch has no loss, as if ``training_step`` had returned None by itself; in the first window, too."""
+    assert_window(devices, Catching)
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
