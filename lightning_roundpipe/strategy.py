@@ -484,7 +484,7 @@ class RoundPipeStrategy(SeveralMachines):
         self._attach()
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
-        window = Window(module, self.options, args)
+        window = Window(module, self.options, args, self._stepping.sees_each_batch())
         zero_grad = self._stepping.begin(window.span)
         seed = (self._seed, self._stepping.batch_number())
         self._announcements.before(window.samples)

@@ -142,7 +142,6 @@ class SharedAttributes:
         root: the model.
 
     Attributes:
-        buffers: modules and names of the model's buffers, by their ids, at the beginning.
         persistent: those that views have set, unless they put them back [2].
         restored: those that a view has changed, so that others could see it, and no view has left changed [3].
         hooks: the view of hooks [4].
@@ -188,7 +187,14 @@ class SharedAttributes:
         self._views = itertools.count()
         self.present: AttributeView | None = None
         self.hooks = AttributeView(self)
-        self.buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
+        self._buffers: dict[int, tuple[nn.Module, str]] | None = None
+        """Found when user code writes for the first time: few windows need the walk through all modules."""
+
+    def buffers(self) -> dict[int, tuple[nn.Module, str]]:
+        """Return modules and names of the model's buffers, by their ids, at the beginning of the window."""
+        if self._buffers is None:
+            self._buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
+        return self._buffers
 
     def number(self) -> int:
         """Return the place of a new view in the order of views."""
@@ -229,7 +235,7 @@ class SharedAttributes:
                 self.touched(held.holder)
         self.present = to
 
-    def come_to(self, view: AttributeView | None = None) -> None:
+    def enter_hooks(self, view: AttributeView | None = None) -> None:
         """Let hooks, on this thread, find what they saw last, and what ``view`` has left, while others run."""
         self.hooks.values.update(view.values if view is not None else {})
         self.present = None
@@ -284,11 +290,12 @@ class AttributeView:
 
     def holder_of(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
         """Return the module and the name under which ``tensor`` is a buffer; None if it is none."""
-        return self.state.buffers.get(id(tensor))
+        return self.state.buffers().get(id(tensor))
 
     def about_to_write(self, holder: Holder, name: str, *, in_place: bool = False) -> None:
         """Note that the running section writes to an attribute, or in place to the tensor that it holds."""
         self.state.touched(holder)
+        self.state.buffers()
         place = id(holder), name
         if place not in self._section:
             held = _read(holder, name)
