@@ -373,14 +373,16 @@ class Executor:
             with saved, unmoved, writes, watched, borrowing, observed, carried:
                 return collecting(forward, *built.args, **built.kwargs)
 
-        result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
+        try:
+            result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
+        finally:  # user code may catch what the layer raises
+            if draws:
+                self._randomness.end(layer.index)
         torch.set_grad_enabled(grad)  # the layer may have left it otherwise
         output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
-        if draws:
-            self._randomness.end(layer.index)
         now = [p._version for p in replica.parameters]
         written = (
             {i for i, (p, before) in enumerate(zip(now, own, strict=True)) if p != before} if now != own else set()
