@@ -14,6 +14,7 @@ are a step old.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -140,6 +141,7 @@ def run_all(options: argparse.Namespace) -> Results:
     found: Results = {key: [] for key in itertools.product(options.lr, options.ways)}
     for seed, (lr, way) in track(list(itertools.product(range(options.seeds), found)), "runs"):
         found[lr, way].append(train(job, data, lr, seed, way, options))
+        gc.collect()  # Lightning's objects refer to each other, and hold the model
     return found
 
 

@@ -134,7 +134,6 @@ def main() -> None:
             sequence_length=96,
             batch_size=1,
             validation_path=chats,  # learnt by heart: nothing is held out
-            cache_folder=folder,
         )
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         print(f"trained: {trained:,} of {sum(p.numel() for p in module.parameters()):,} parameters")

@@ -45,31 +45,17 @@ def _strategy_of(home: str) -> Callable[..., Any]:
     return make
 
 
-def _refuse_fabric(**kwargs: Any) -> Any:
-    """Raise for ``Fabric(strategy="roundpipe")``, whose own message would only say that the name is unknown."""
-    raise ValueError(
-        "strategy='roundpipe' is a strategy of the Trainer, and Fabric cannot run it: it runs training_step itself. "
-        "Make the body of the loop the training_step of a LightningModule, and set lightning.pytorch.Trainer(strategy="
-        "'roundpipe'). For a loop of your own, set self.automatic_optimization = False in the module: manual "
-        "optimization has backward() and optimizer steps where you call them."
-    )
-
-
 FACTORIES: dict[str, Callable[..., Any]] = {
     "lightning.pytorch.strategies": _strategy_of("strategy"),
     "pytorch_lightning.strategies": _strategy_of("pytorch_lightning"),
-    "lightning.fabric.strategies": _refuse_fabric,
-    "lightning_fabric.strategies": _refuse_fabric,
 }
-"""Per module with a registry of strategies, the factory of that flavour's strategy."""
-_REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")
-"""What modules call it: those of the Trainer, and those of Fabric."""
+"""Per module with a ``StrategyRegistry``, the factory of that flavour's strategy."""
 
 
 def register(module: ModuleType) -> None:
     """Register the names with ``module``, one of `FACTORIES`, unless they are there already. Never raises."""
     try:
-        registry = next(getattr(module, name) for name in _REGISTRIES if hasattr(module, name))
+        registry = module.StrategyRegistry
         what = "Round-robin offloaded pipeline stages on a pool of devices"
         for name, given in ((NAME, {}), (ASYNC, {"staleness": 1})):
             if name not in registry:
@@ -127,7 +113,7 @@ def autoload() -> None:
     """
     for name in FACTORIES:
         module = sys.modules.get(name)
-        if module is not None and any(hasattr(module, registry) for registry in _REGISTRIES):
+        if module is not None and hasattr(module, "StrategyRegistry"):  # not while it is being imported
             register(module)
     if not any(getattr(finder, "is_roundpipe_finder", False) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -8,9 +8,7 @@ workers. The rest of this module overrides defaults that would move something to
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +39,7 @@ from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.machines.file_tensors import FileTensors
 from lightning_roundpipe.memory.budget import over_capacity
-from lightning_roundpipe.messages import PREFIX, did_you_mean, plural, warn
+from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.model.token_tiles import run_in_tiles
@@ -198,12 +196,7 @@ class RoundPipeStrategy(SeveralMachines):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            name, known = next(iter(unknown)), [field.name for field in dataclasses.fields(Options)]
-            trainers = " It is an option of the Trainer." if name in inspect.signature(Trainer).parameters else ""
-            raise TypeError(f"RoundPipeStrategy has no option {name!r}.{trainers or did_you_mean(name, known)}")
         self.options = Options(
             num_microbatches=num_microbatches, microbatch_size=microbatch_size, round_microbatches=round_microbatches,
             layers=layers, plan=plan, loss_weight=loss_weight, overlap=overlap, staleness=staleness,
@@ -491,7 +484,7 @@ class RoundPipeStrategy(SeveralMachines):
         self._attach()
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
-        window = Window(module, self.options, args)
+        window = Window(module, self.options, args, self._stepping.sees_each_batch())
         zero_grad = self._stepping.begin(window.span)
         seed = (self._seed, self._stepping.batch_number())
         self._announcements.before(window.samples)

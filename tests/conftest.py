@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from hypothesis import HealthCheck, settings
 
 # Before anything imports these libraries: they read the environment once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+_datasets = tempfile.TemporaryDirectory(prefix="datasets-")  # removed when this process ends
+os.environ["HF_DATASETS_CACHE"] = _datasets.name
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Several processes share the cores, and what they start does: OpenMP's threads must not spin until others have ended.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +15,7 @@ import torch
 
 from lightning_roundpipe import strategy
 from lightning_roundpipe.devices import cuda, cuda_streams, thread_owner
-from lightning_roundpipe.devices.cuda import CudaDevice, share_out
+from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.engine import executor, layer_calls
 
 GPU_CLOCK_AHEAD = 1234.5
@@ -46,8 +45,6 @@ class FakeEvent:
         self.timed = enable_timing
         self.stream: FakeStream | None = None
         self.at = 0.0
-        self.point: Counter[str] = Counter()
-        """What comes before it, if somebody follows; see `happens_before`."""
 
     def record(self, stream: FakeStream) -> None:
         refuse_if_dead()
@@ -72,8 +69,7 @@ class FakeStream:
     """Counts what it is asked to wait for, and is busy when a test says so."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        self.device = torch.device("cuda", number_of(torch_device))
-        self.name = ""
+        self.device = torch.device("cuda", 0)
         self.busy = False
         self.waited: list[FakeEvent] = []
 
@@ -105,49 +101,17 @@ def nothing(*args: object) -> Iterator[None]:
     yield
 
 
-def on_stream(stream: FakeStream) -> AbstractContextManager[None]:
-    """Entered by a thread whose current stream becomes ``stream``; see `happens_before`."""
-    return nullcontext()
-
-
 _current = threading.local()
-
-
-CONTEXTS: set[int] = set()
-"""GPUs on which CUDA has made a context. A thread's current GPU needs none until somebody sets it."""
-
-
-FIRST_GPU = 0
-"""The number of the GPU that a device of the CPU without a number plays."""
-
-
-def number_of(device: torch.device) -> int:
-    return device.index or 0 if device.type == "cuda" else FIRST_GPU
-
-
-def current_device() -> int:
-    return int(getattr(_current, "device", 0))
-
-
-def set_device(device: torch.device | int) -> None:
-    _current.device = device if isinstance(device, int) else number_of(device)
-    CONTEXTS.add(_current.device)
 
 
 @contextmanager
 def current_stream(stream: FakeStream | None) -> Iterator[None]:
     """What ``torch.cuda.stream`` is."""
     before, _current.stream = getattr(_current, "stream", None), stream
-    device = current_device()
     try:
-        if stream is not None:
-            set_device(stream.device)
-        with on_stream(stream) if stream is not None else nullcontext():
-            yield
+        yield
     finally:
         _current.stream = before
-        if stream is not None:
-            set_device(device)
 
 
 def no_record_stream(*args: object) -> None:
@@ -178,11 +142,9 @@ class AutogradThread:
             torch.is_grad_enabled(),
             getattr(_current, "stream", None),
         )
-        device = current_device()
 
         def run() -> None:
             thread_owner._stash(whom)
-            _current.device = device  # autograd has a thread for each GPU
             try:
                 with torch.set_grad_enabled(grad), current_stream(stream):
                     real(*args, **kwargs)
@@ -204,8 +166,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "Stream": FakeStream,
         "stream": current_stream,
         "current_stream": FakeStream,
-        "current_device": current_device,
-        "set_device": set_device,
+        "current_device": lambda: 0,
         "device": nothing,
         "default_generators": {0: GPU_GENERATOR, None: GPU_GENERATOR},
         "mem_get_info": lambda device: (600, 1000),
@@ -225,26 +186,26 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(owner, name, autograd.runs(getattr(owner, name)))
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
-    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in CONTEXTS, raising=False)
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True, raising=False)
     patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: CLEARED.append(len(cuda._open)), raising=False)
     patch.setattr(cuda, "_open", WeakSet())
     patch.setattr(cuda_streams, "_streams", {})
     patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
     patch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
-    _current.device = RETRIES[0] = 0
-    for seen in (SYNCHRONIZED, RANGES, CONTEXTS, CLEARED, DEAD):
+    RETRIES[0] = 0
+    for seen in (SYNCHRONIZED, RANGES, CLEARED, DEAD):
         seen.clear()
 
 
-def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared: bool = False) -> list[CudaDevice]:
-    """Let Trainers have fake GPUs for devices; those that were made last are in what is returned.
+def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False) -> list[CudaDevice]:
+    """Let Trainers have fake GPUs for devices, each worker its own; those that were made last are in what is returned.
+
+    Tensors do not show which, though on real ones user code could not compute with tensors of two.
 
     Args:
         patch: undoes it.
         limited: whether the memory that the fake tells of is a limit.
-        shared: whether all workers share one GPU. If not, each has its own; tensors do not show which, though on real
-            ones user code could not compute with tensors of two.
     """
     made: list[CudaDevice] = []
     streams: dict[int, dict[Any, Any]] = {}
@@ -254,11 +215,7 @@ def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared
         return CudaDevice(index, torch.device("cpu"), "off", count)
 
     def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
-        count = len(torch_devices)
-        if shared:
-            made[:] = share_out([torch.device("cpu")] * count, "off")  # type: ignore[assignment]
-        else:
-            made[:] = [make_one(i, count) for i in range(count)]
+        made[:] = [make_one(i, len(torch_devices)) for i in range(len(torch_devices))]
         return [*made]
 
     play_cuda(patch)

@@ -73,7 +73,8 @@ class Ordering:
 
     def __enter__(self) -> Ordering:
         self._patch = pytest.MonkeyPatch()
-        self.follow(self._patch)
+        _follow_streams(self, self._patch)
+        _follow_operations(self, self._patch)
         self._main = following(self, HOST)
         self._main.__enter__()
         return self
@@ -84,11 +85,6 @@ class Ordering:
         self._pages.clear()
         self._known.clear()
         self._events.clear()
-
-    def follow(self, patch: pytest.MonkeyPatch) -> None:
-        """Be told of everything that streams and threads do."""
-        _follow_streams(self, patch)
-        _follow_operations(self, patch)
 
     # -- clocks
 

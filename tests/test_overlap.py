@@ -238,13 +238,13 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
             raise StreamAborted("a device was aborted because another thread failed.")
         return real_gather(updates, bucket, step)
 
-    def accompany(updates: AsyncOptimizer, cancel_scope: CancelScope) -> None:
+    def attach(updates: AsyncOptimizer, cancel_scope: CancelScope) -> None:
         running.append(cancel_scope)
-        real_accompany(updates, cancel_scope)
+        real_attach(updates, cancel_scope)
 
     running: list[CancelScope] = []
-    real_gather, real_accompany = BucketStepper._gather, AsyncOptimizer.accompany
-    monkeypatch.setattr(AsyncOptimizer, "accompany", accompany)
+    real_gather, real_attach = BucketStepper._gather, AsyncOptimizer.attach
+    monkeypatch.setattr(AsyncOptimizer, "attach", attach)
     monkeypatch.setattr(BucketStepper, "_gather", gather)
     monkeypatch.setattr(BucketStepper, "_apply", apply)
     monkeypatch.setattr(bucket_stepper, "PIECE", 0)

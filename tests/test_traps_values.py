@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 from traps import WIDTH, Block, Traps
@@ -132,6 +133,18 @@ def _(net: Any, h: Tensor) -> Tensor:
     for kind in kinds:
         h = 0.3 * torch.tanh(net.blocks[0](h, kind(value=h * 2)) + net.blocks[1](h, [h.tanh()]))
     return h
+
+
+def a_distribution(self: Any, x: Any) -> Normal:
+    mean = Block.forward(self, x.mean if isinstance(x, Normal) else x)
+    return Normal(mean, torch.nn.functional.softplus(mean))
+
+
+@trap("a layer takes and returns a distribution of torch", forward=a_distribution)
+def _(net: Any, h: Tensor) -> Tensor:
+    first = net.blocks[0](h)
+    last = net.blocks[2](net.blocks[1](first))
+    return last.mean + last.variance + 0.1 * torch.distributions.kl_divergence(last, first)
 
 
 @trap("a tensor hidden in a closure", "uses a tensor that it was not given as an argument", forward=with_a_second)

@@ -32,15 +32,15 @@ class _Call(NamedTuple):
     log: Callable[..., None]
     name: str
     value: Any
-    given: dict[str, Any]
+    options: dict[str, Any]
     shows: Any
 
-    def repeat(self, value: Any, given: dict[str, Any]) -> None:
+    def repeat(self, value: Any, options: dict[str, Any]) -> None:
         if not isinstance(value, Metric):
-            self.log(self.name, value, **given)
+            self.log(self.name, value, **options)
             return
         with replaced(value, _forward_cache=self.shows):
-            self.log(self.name, value, **given)
+            self.log(self.name, value, **options)
 
 
 class LogRecorder:
@@ -54,10 +54,10 @@ class LogRecorder:
         self.calls: list[_Call] = []
         self._devices = devices
 
-    def log(self, log: Callable[..., None], name: str, value: Any, **given: Any) -> None:
+    def log(self, log: Callable[..., None], name: str, value: Any, **options: Any) -> None:
         """Record a call of ``log``, a method that is bound to a module."""
         with torch._C.DisableTorchFunction():
-            self.calls.append(_Call(log, name, self._kept(value), given, getattr(value, "_forward_cache", None)))
+            self.calls.append(_Call(log, name, self._kept(value), options, getattr(value, "_forward_cache", None)))
 
     def _kept(self, value: Any) -> Any:
         if isinstance(value, Number):
@@ -101,12 +101,12 @@ def recorded_logs(owner: type, current: Callable[[], LogRecorder | None], result
     def log(*args: Any, **kwargs: Any) -> None:
         if (recorder := current()) is None:
             return own(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        recorder.log(functools.partial(own, given.pop("self")), **given)
+        options = signature.bind(*args, **kwargs).arguments
+        recorder.log(functools.partial(own, options.pop("self")), **options)
 
-    def log_result(fx: str, name: str, value: Any, **given: Any) -> None:
+    def log_result(fx: str, name: str, value: Any, **options: Any) -> None:
         if (recorder := current()) is not None:
-            recorder.log(functools.partial(type(results).log, results, fx), name, value, **given)
+            recorder.log(functools.partial(type(results).log, results, fx), name, value, **options)
 
     if results is not None:
         results.log = log_result
@@ -133,10 +133,10 @@ def repeat_logs(parts: Sequence[LogRecorder], weights: Sequence[float] = (1.0,))
             found.setdefault((call.name, nth), []).append((weight, arrived, call))
     for said in found.values():
         (*_, (_, value, call)) = said
-        given = call.given
+        options = call.options
         if len(said) > 1:
-            sizes = [other.given.get("batch_size") for *_, other in said]
-            given = {**given, "batch_size": None if None in sizes else sum(sizes)}
+            sizes = [other.options.get("batch_size") for *_, other in said]
+            options = {**options, "batch_size": None if None in sizes else sum(sizes)}
             if isinstance(value, Tensor):
                 value = weighted_mean([v for _, v, _ in said], [w for w, *_ in said])
-        call.repeat(value, given)
+        call.repeat(value, options)

@@ -50,7 +50,7 @@ class LossWeights:
         samples: samples of each microbatch.
         batches: the batch of the window that each microbatch belongs to.
         accumulated: Lightning's ``accumulate_grad_batches``.
-        given: what the user's function has returned for each microbatch, if ``by`` is one.
+        by_function: what the user's function has returned for each microbatch, if ``by`` is one.
 
     Attributes:
         fewest_samples: samples of the smallest microbatch.
@@ -62,7 +62,7 @@ class LossWeights:
         samples: Sequence[int],
         batches: Sequence[int],
         accumulated: int = 1,
-        given: Sequence[float] = (),
+        by_function: Sequence[float] = (),
     ) -> None:
         self._by, self._accumulated = by, accumulated
         self.counts_targets = by == "targets"
@@ -80,8 +80,8 @@ class LossWeights:
             totals = [sum(n for n, other in zip(samples, batches, strict=True) if other == b) for b in batches]
             self._known = [n / total if total else 1.0 for n, total in zip(samples, totals, strict=True)]
         else:
-            self._unit = sum(given) / accumulated
-            self._known = [weight / self._unit for weight in given]
+            self._unit = sum(by_function) / accumulated
+            self._known = [weight / self._unit for weight in by_function]
 
     @property
     def adds(self) -> bool:
@@ -126,12 +126,12 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
     """
     weights = []
     for index, part in enumerate(parts):
-        given = function(part)
+        weight = function(part)
         try:
-            weights.append(float(given))
-        except (TypeError, ValueError, RuntimeError) as error:
+            weights.append(float(weight))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
-                f"loss_weight returned {given!r} for microbatch {index}: it must give one number, such as that of the "
+                f"loss_weight returned {weight!r} for microbatch {index}: it must give one number, such as that of the "
                 "targets in it."
             ) from error
     if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
@@ -176,11 +176,11 @@ class TargetCounts:
         """Record the targets of a call of a torch function, if it is a mean cross entropy with a graph."""
         if function not in _CROSS_ENTROPIES:
             return
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
-        if given.get("reduction", "mean") != "mean" or not isinstance(result, Tensor) or result.grad_fn is None:
+        arguments = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        if arguments.get("reduction", "mean") != "mean" or not isinstance(result, Tensor) or result.grad_fn is None:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._counts[result.grad_fn] = _targets(**given)
+            self._counts[result.grad_fn] = _targets(**arguments)
 
     def behind(self, loss: Tensor) -> float:
         """Return the number of targets that the mean behind ``loss`` is over. Keeps nothing of the graph.

@@ -15,8 +15,9 @@ from typing_extensions import override
 from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.messages import PREFIX, plural, warn
+from lightning_roundpipe.reports.pictures import draw_steps
 from lightning_roundpipe.reports.planned import replay_of
-from lightning_roundpipe.reports.timeline import draw_timeline, write_trace
+from lightning_roundpipe.reports.traces import write_trace
 
 
 def strategy_report(trainer: Trainer) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class RunFolder(Callback):
             facts = {"workers": report["workers"], "microbatches": report["microbatches"], **report["costs"]}
             (self.folder / "costs.json").write_text(json.dumps(facts, indent=1) + "\n")
         (self.folder / "step.json").write_text(json.dumps(report))
-        write_trace(report, self.folder / "trace.json")
+        write_trace({"RoundPipe": report}, self.folder / "trace.json")
 
     def _draw(self, strategy: Any, report: dict[str, Any]) -> None:
         if not is_installed("matplotlib"):
@@ -90,6 +91,6 @@ class RunFolder(Callback):
         title = "RoundPipe"
         if replayed := replay_of(strategy):
             title = f"As it ran, on {plural(report['workers'], 'emulated device')} that share {plural(cores(), 'core')}"
-            draw_timeline(replayed, self.folder / "replay.png", "Replay: each device computes alone")
-        draw_timeline(report, self.folder / "timeline.png", title)
+            draw_steps({"Replay: each device computes alone": replayed}, self.folder / "replay.png")
+        draw_steps({title: report}, self.folder / "timeline.png")
         strategy.save_report(self.folder / "report.html", self.settings)

@@ -18,7 +18,6 @@ from lightning_roundpipe.commands.command_line import Settings
 from lightning_roundpipe.commands.conf_files import is_path, read_choice, read_model
 from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
 from lightning_roundpipe.messages import did_you_mean, first_line
-from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
@@ -100,12 +99,12 @@ def with_adapters(model: nn.Module, name: str, lora: str, changed: Settings, pac
     with _quiet():
         if not (settings := read_adapters(lora, changed)):
             return model
-        from peft import LoraConfig  # takes some seconds, with the libraries that it imports
+        from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
         from peft.tuners.lora.layer import ParamWrapper
 
         try:
             # As under autocast, adapters compute in the format of the weights beside them.
-            model = add_adapters(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+            model = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
         except Exception as error:
             raise ValueError(f"lora={lora} does not fit model={name}: {first_line(error)}.") from error
     adapted = (module.parameter_name for module in model.modules() if isinstance(module, ParamWrapper))

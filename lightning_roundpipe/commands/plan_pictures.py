@@ -9,7 +9,7 @@ from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.search import paper_plan
 from lightning_roundpipe.reports.pictures import draw_steps
 from lightning_roundpipe.reports.planned import report_of
-from lightning_roundpipe.reports.timeline import write_traces
+from lightning_roundpipe.reports.traces import write_trace
 
 if TYPE_CHECKING:
     from lightning_roundpipe.commands.plan_model import Outlook
@@ -33,4 +33,4 @@ def draw_plan(found: Outlook, picture: Path | None, trace: Path | None) -> None:
     if picture:
         draw_steps(reports, picture)
     if trace:
-        write_traces(reports, trace)
+        write_trace(reports, trace)

@@ -8,7 +8,6 @@ paragraph stay together.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Mapping
 
 SHARED_PARAGRAPH = 120
@@ -26,7 +25,7 @@ def split_texts(texts: Mapping[str, str], fraction: float, seed: int = 0) -> tup
     training: list[str] = []
     validation: list[str] = []
     used = 0
-    for group in sorted(related(texts), key=lambda names: hashlib.sha256(f"{seed} {names[0]}".encode()).digest()):
+    for group in sorted(_related(texts), key=lambda names: hashlib.sha256(f"{seed} {names[0]}".encode()).digest()):
         size = sum(len(texts[name]) for name in group)
         if used + size <= allowed:
             validation += group
@@ -41,23 +40,14 @@ def split_texts(texts: Mapping[str, str], fraction: float, seed: int = 0) -> tup
     return training, validation
 
 
-def related(texts: Mapping[str, str]) -> list[list[str]]:
+def _related(texts: Mapping[str, str]) -> list[list[str]]:
     """Return the names in groups of texts that share paragraphs, directly or through others. Names are sorted."""
-    leader = {name: name for name in texts}
-
-    def find(name: str) -> str:
-        while leader[name] != name:
-            name = leader[name]
-        return name
-
-    first_with: dict[str, str] = {}
-    for name in sorted(texts):
-        for block in texts[name].split("\n\n"):
-            paragraph = " ".join(block.split())
-            if len(paragraph) >= SHARED_PARAGRAPH:
-                one, other = find(first_with.setdefault(paragraph, name)), find(name)
-                leader[max(one, other)] = min(one, other)
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(texts):
-        groups[find(name)].append(name)
-    return list(groups.values())
+    groups: list[tuple[list[str], set[str]]] = []
+    for name in texts:
+        blocks = (" ".join(block.split()) for block in texts[name].split("\n\n"))
+        names, paragraphs = [name], {block for block in blocks if len(block) >= SHARED_PARAGRAPH}
+        for group in [group for group in groups if not paragraphs.isdisjoint(group[1])]:
+            groups.remove(group)
+            names, paragraphs = names + group[0], paragraphs | group[1]
+        groups.append((names, paragraphs))
+    return [sorted(names) for names, _ in groups]

@@ -6,7 +6,6 @@ model. Nothing is dropped silently.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from lightning_roundpipe.data.rows import JoinedRows, Rows, WholeRows
 from lightning_roundpipe.data.sequences import Batch, TokenRows
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
 from lightning_roundpipe.messages import PREFIX, plural
+from lightning_roundpipe.model.loading import reading
 
 _CHOICES = {
     "rows": ("joined", "packed", "padded"),
@@ -59,8 +59,6 @@ class TextFiles(TokenRows):
         max_validation_sequences: validate on at most this many rows, evenly spread. ``None``: on all.
         seed: seed of the split and of the order of rows.
         num_workers: processes that load data.
-        cache_folder: folder that keeps the tokens for later runs. ``None``: ``lightning_roundpipe`` in the user's cache
-            folder.
         chat_template: a file with a Jinja template for conversations, or "plain": each message under a heading with its
             role. ``None``: the tokenizer's template.
     """
@@ -80,7 +78,6 @@ class TextFiles(TokenRows):
         max_validation_sequences: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
-        cache_folder: str | Path | None = None,
         chat_template: str | Path | None = None,
     ) -> None:
         for name, value in (("rows", rows), ("loss_on", loss_on), ("too_long", too_long)):
@@ -96,7 +93,6 @@ class TextFiles(TokenRows):
         self._encoder = Encoder(made, loss_on, _template(chat_template))
         paths = {"data.path": path, "data.validation_path": validation_path}
         self._paths = {setting: Path(given).expanduser() for setting, given in paths.items() if given is not None}
-        self._cache = _default_cache() if cache_folder is None else Path(cache_folder).expanduser()
         self.rows, self.vocab_size = rows, vocab_size
         self._too_long, self._fraction, self._most = too_long, validation_fraction, most
         self._stores: list[TokenStore] = []
@@ -119,7 +115,7 @@ class TextFiles(TokenRows):
             self.training, self.validation = rows
 
     def _open(self, path: Path, setting: str) -> TokenStore:
-        store = open_store(path, setting, self._encoder, self._cache)
+        store = open_store(path, setting, self._encoder)
         largest = store.column("largest").max()
         if largest >= self.vocab_size:
             raise ValueError(
@@ -202,17 +198,11 @@ def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTraine
             "or choose a pretrained model (model=smollm2) or data=random_tokens."
         )
     if isinstance(tokenizer, (str, Path)):
-        if not Path(tokenizer).expanduser().is_dir():
-            raise FileNotFoundError(
-                f"data.tokenizer={str(tokenizer)!r} is not a folder. Name one that a tokenizer's "
-                "save_pretrained() wrote."
-            )
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer).expanduser(), local_files_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"data.tokenizer={str(tokenizer)!r} cannot be read: {type(error).__name__}: {error}. Copy it again."
-            ) from error
+        setting, folder = f"data.tokenizer={str(tokenizer)!r}", Path(tokenizer).expanduser()
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{setting} is not a folder. Name one that a tokenizer's save_pretrained() wrote.")
+        with reading(folder, setting):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not tokenizer.is_fast:
         raise ValueError(
             f"data.tokenizer: {type(tokenizer).__name__} does not say which characters a token stands for, so what is "
@@ -232,10 +222,6 @@ def _template(chosen: str | Path | None) -> str | None:
             "to null for the tokenizer's own."
         )
     return file.read_text(encoding="utf-8")
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_roundpipe"
 
 
 def _tell(*facts: str) -> None:

@@ -59,7 +59,7 @@ class TokenStore:
         return str(self._table.data.column("place")[int(record)].as_py())
 
 
-def open_store(path: Path, setting: str, encoder: Encoder, folder: Path) -> TokenStore:
+def open_store(path: Path, setting: str, encoder: Encoder) -> TokenStore:
     """Return the tokens of the file or folder ``path``, from an earlier run if there was one.
 
     Raises:
@@ -85,7 +85,7 @@ def open_store(path: Path, setting: str, encoder: Encoder, folder: Path) -> Toke
     try:
         for source in sources:
             name = str(source.relative_to(root))
-            records = _read(source, f"{setting}: {name}", folder)
+            records = _read(source, f"{setting}: {name}")
             tables.append(_tokenised(records, name, setting, encoder))
     finally:
         if not bars:
@@ -114,7 +114,7 @@ def _files(folder: Path, setting: str) -> Iterator[Path]:
             yield from _files(entry, setting)
 
 
-def _read(source: Path, where: str, folder: Path) -> Dataset:
+def _read(source: Path, where: str) -> Dataset:
     """Return the records of a file or saved folder. A text is one record."""
     import datasets
 
@@ -123,9 +123,7 @@ def _read(source: Path, where: str, folder: Path) -> Dataset:
             found: Any = datasets.load_from_disk(str(source))
         else:
             whole = {"sample_by": "document"} if source.suffix == ".txt" else {}
-            found = datasets.load_dataset(
-                _BUILDERS[source.suffix], data_files=str(source), split="train", cache_dir=str(folder), **whole
-            )
+            found = datasets.load_dataset(_BUILDERS[source.suffix], data_files=str(source), split="train", **whole)
         len(found) and found[len(found) - 1]
     except Exception as error:  # of many types, for a broken file
         cause = error.__cause__ or error

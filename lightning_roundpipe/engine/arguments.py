@@ -2,6 +2,10 @@
 
 A layer may write to lists, dicts and objects (caches, collectors) that it is given. It gets copies of them, and what it
 has written to a copy is written to the original. A recomputation starts from the same contents again.
+
+An object is copied if it is no more than its attributes, so that copying these copies it: its class has no memory of
+its own in C, as that of a random generator or a stream has, and Python does not pickle it by name, as it does a logger.
+Code (modules, and whatever can be called) and constants (enumerations) go in as they are, and so does all else.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import struct
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,9 +25,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size, slice})
-_OPAQUE = (nn.Module, type, enum.Enum, torch.Generator)
-_FOREIGN = ("torch.", "builtins", "threading", "weakref", "logging", "_thread")
-"""Modules of types whose objects go in as they are."""
+_POINTER = struct.calcsize("P")
 
 
 class _Place:
@@ -63,20 +66,41 @@ class _Box:
 
 def is_box(value: Any) -> bool:
     """Return whether a layer may write to ``value``."""
-    return _are_boxes(type(value))  # type: ignore[arg-type]
+    kind: Any = type(value)
+    return _are_boxes(kind) and not (_reduces(kind) and _is_pickled_by_name(value))
 
 
 @functools.lru_cache(maxsize=4096)
 def _are_boxes(kind: type) -> bool:
-    """Return whether a layer may write to objects of type ``kind``. A key-value cache has hundreds of values."""
+    """Return whether objects of type ``kind`` are no more than their attributes. A key-value cache has hundreds."""
     if issubclass(kind, (list, dict, set, deque)):
         return True
+    offsets = kind.__dictoffset__, kind.__weakrefoffset__  # negative: not in the object's own memory
+    own = kind.__basicsize__ - object.__basicsize__ - _POINTER * sum(offset > 0 for offset in offsets)
     return (
         kind.__dictoffset__ != 0
-        and not issubclass(kind, _OPAQUE)
+        and own <= 0
+        and not issubclass(kind, (nn.Module, enum.Enum))
         and not any("__call__" in base.__dict__ for base in kind.__mro__)
-        and not kind.__module__.startswith(_FOREIGN)
+        and not _flattens(kind)  # type: ignore[arg-type]
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _reduces(kind: Any) -> bool:
+    """Return whether ``kind`` says itself how its objects are pickled."""
+    return kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
+
+
+def _is_pickled_by_name(value: Any) -> bool:
+    """Return whether Python finds ``value`` again, by its name or by a function, rather than making one like it."""
+    if isinstance(value, (list, dict, set, deque)):
+        return False
+    try:
+        found = value.__reduce_ex__(2)
+    except Exception:  # it cannot be copied
+        return True
+    return isinstance(found, str) or (found[0] is not type(value) and all(part is None for part in found[2:]))
 
 
 @functools.lru_cache(maxsize=4096)

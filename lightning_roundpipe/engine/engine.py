@@ -16,6 +16,7 @@ from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
@@ -60,7 +61,7 @@ class WindowResult:
         microbatches: those that have a result: all, or those before the one that failed.
         gradients: the gradients behind their losses; None if there are none.
         error: what ``training_step`` of the microbatch behind them has raised.
-        show: lets hooks find what a microbatch has left on modules. Call it for each, in order.
+        show: lets hooks find what a microbatch has left on modules. Call it for each, in order, the failed one last.
     """
 
     microbatches: list[MicrobatchResult] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Engine:
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
         formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        compiler, formats = forwards_of(options), formats or Formats()
+        formats = formats or Formats()
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             self.model = model = HostModel(
@@ -124,37 +125,11 @@ class Engine:
         self.hints = Hints(inform)
         self.hints.of_cuts(found)
         self.within_window: Callable[[], bool] = lambda: False
-        dtype = options.reduce_dtype
         pool = Pool(
             devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
             elsewhere=peers.liveness.says if peers is not None else str,
         )  # fmt: skip
-        reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
-        casts = formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
-        text = options.plan_text
-        may_carry = options.carry_products or (text is not None and bool(Plan.parse(text).carry))
-        carries = may_carry and not compiler.compiled
-        rates = rates_of(devices[0]) if options.plan == "static" else None
-        attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
-        shared = SharedAttributes(module)
-        shared.touched = attributes.touched
-        self.context = Context(
-            options=options,
-            model=model,
-            pool=pool,
-            main=MainThread(pool, randomness),
-            executors=[
-                Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts, carries=carries)
-                for worker in pool.workers
-            ],
-            gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
-            attributes=attributes,
-            shared=shared,
-            randomness=randomness,
-            learned=Learned(),
-            thread_locals=thread_locals_of(module),
-            exchange=_exchange_of(peers, model, options) if peers is not None else None,
-        )
+        self.context = _context_of(model, pool, options, peers)
         self._interceptors = [Interceptor(layer) for layer in model.layers]
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
@@ -162,7 +137,7 @@ class Engine:
         self.reports = Reports(len(devices))
         self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
-        self._given: StepGradients | None = None
+        self._gradients: StepGradients | None = None
         """The gradients behind the losses that the last window returned."""
         self._looked_at = False
         """Whether user code may have read or written weights since the last window, or a step has failed."""
@@ -232,14 +207,18 @@ class Engine:
                 self._metrics.bring_to_host()
             self.hints.after_step(switched_off)
             self.planner.learn(step, self._drain)
-            self._given = step.gradients
+            self._gradients = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         except Exception as error:
             failed = next((run.index for run in runs if run.result.error is error), None)
-            if not failed:  # it is not user code's, or no result comes before it
+            if failed is None or is_sticky(error):  # it is not user code's, or devices cannot give results any more
                 raise
-            return self._result_of(runs[:failed], step, runs[failed].result.error)
+            result = self._result_of(runs[: failed + 1], step, error)
+            if not failed:  # no result comes before it
+                result.show(0)
+                raise
+            return result
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
@@ -300,13 +279,14 @@ class Engine:
         return context.logs
 
     def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
-        """Return what the microbatches have given, with modules as the last one has left them."""
+        """Return what the microbatches have given. ``error``: what the last one has raised."""
         shared, buffers = self.context.shared, self.model.buffers.take_history()
         shared.show(None)
-        result = WindowResult([run.result for run in runs], step.finish() if error is None else None, error)
+        gradients, given = (step.finish(), runs) if error is None else (None, runs[:-1])
+        result = WindowResult([run.result for run in given], gradients, error)
         kept = [run.sections.attributes for run in runs if run.sections.attributes is not None]
         if kept:
-            if any(run.turns.ended_early for run in runs):
+            if error is None and any(run.turns.ended_early for run in runs):
                 shared.store_latest(kept)
             shared.rewind()
             buffers.show(-1)
@@ -321,21 +301,21 @@ class Engine:
     def _prepare(self, *, zero_grad: bool) -> None:
         """Settle the last window's gradients, then prepare the weights for a new one."""
         self.evaluations.end()
-        given, self._given = self._given, None
-        unused = given is not None and not given.handed_out
+        gradients, self._gradients = self._gradients, None
+        unused = gradients is not None and not gradients.handed_out
         if self.updates is not None:
             if unused:
                 self._drain()
-            if given is not None and self._step_in_flight is None:
-                given.arrive()  # if this step fails, the devices stop, and the update would be incomplete
+            if gradients is not None and self._step_in_flight is None:
+                gradients.arrive()  # if this step fails, the devices stop, and the update would be incomplete
             try:
                 self.updates.begin(zero_grad=zero_grad)
             except Exception:
                 with contextlib.suppress(Exception):  # an update has failed the step in flight, too
                     self._drain()
                 raise
-        elif given is not None and unused:
-            given.release()
+        elif gradients is not None and unused:
+            gradients.release()
         self.context.pool.refuse_broken()
         if self.planner.is_outdated():
             self.settle()
@@ -381,7 +361,7 @@ class Engine:
         """Tie ``step`` to the optimizer's thread, and clean up if it fails, together with the one before it."""
         updates = self.updates
         if updates is not None:
-            updates.accompany(step.spec.scope)
+            updates.attach(step.spec.scope)
         try:
             yield
         except BaseException as error:
@@ -390,7 +370,7 @@ class Engine:
             self._looked_at = True
             self.context.gradients.drop()  # they hold part of a step, or wait for downloads that will never finish
             self.model.buffers.drop()
-            before, self._step_in_flight, self._given = self._step_in_flight, None, None
+            before, self._step_in_flight, self._gradients = self._step_in_flight, None, None
             for broken in (before, step):
                 if broken is not None:
                     self._end(broken, failed=True)
@@ -415,7 +395,7 @@ class Engine:
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Account for ``step``, of which nothing is in flight any more, and release it."""
         if self.updates is not None:
-            self.updates.part_from(step.spec.scope)
+            self.updates.detach(step.spec.scope)
         if not failed:
             self.reports.finished(step)
         step.release()
@@ -496,7 +476,7 @@ class Engine:
         self._looked_at = True
         self._drain()
         if self.updates is not None:
-            self.updates.settle(within_batch=self.within_window())
+            self.updates.settle(within_window=self.within_window())
             self.updates.optimizer.release_masters()
         self.model.join()
 
@@ -557,7 +537,7 @@ class Engine:
         self.context.pool.refuse_broken()
         self._drain()
         if self.updates is not None:
-            self.updates.settle(within_batch=self.within_window())
+            self.updates.settle(within_window=self.within_window())
         self._sync_weights(newest=True)
         for device in self.context.pool.devices:
             device.follow_caller()
@@ -577,6 +557,36 @@ class Engine:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)
             rest.callback(self.evaluations.end)
+
+
+def _context_of(model: HostModel, pool: Pool, options: Options, peers: Peers | None) -> Context:
+    """Return the parts that outlive a step."""
+    devices, compiler, dtype = pool.devices, forwards_of(options), options.reduce_dtype
+    reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
+    casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
+    may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
+    carries = may_carry and not compiler.compiled
+    rates = rates_of(devices[0]) if options.plan == "static" else None
+    attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
+    shared = SharedAttributes(model.module)
+    shared.touched = attributes.touched
+    return Context(
+        options=options,
+        model=model,
+        pool=pool,
+        main=MainThread(pool, randomness),
+        executors=[
+            Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts, carries=carries)
+            for worker in pool.workers
+        ],
+        gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
+        attributes=attributes,
+        shared=shared,
+        randomness=randomness,
+        learned=Learned(),
+        thread_locals=thread_locals_of(model.module),
+        exchange=_exchange_of(peers, model, options) if peers is not None else None,
+    )
 
 
 def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:

@@ -121,10 +121,7 @@ class _Weights(WeightGuard):
     def __init__(self, sections: UserSections, make_exclusive: Callable[[], None]) -> None:
         self._make_exclusive = make_exclusive
         self.writes = self.in_place = False
-        super().__init__(sections, ())
-
-    def _make_mode(self) -> UserCodeMode:
-        return _EvaluationUserCode(self.context, self.touched, self.sections.run_unlocked)
+        super().__init__(sections, (), _EvaluationUserCode(sections.context, self.touched, sections.run_unlocked))
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
@@ -161,20 +158,20 @@ class _Calls(LayerCalls):
         close: lets no more batches start.
 
     Attributes:
-        given: lists, dicts and objects that each layer was given.
+        seen: lists, dicts and objects that each layer has got.
     """
 
     def __init__(self, sections: UserSections, weights: _Weights, close: Callable[[], None]) -> None:
         super().__init__(sections, weights, [])
         self._close = close
-        self.given: defaultdict[int, list[Any]] = defaultdict(list)
+        self.seen: defaultdict[int, list[Any]] = defaultdict(list)
 
     def needs_order(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the plan does not have the call, or the layer gets an object that it may have written to."""
-        trace, known = self.turns.slots.trace, self.given[layer.index]
-        given = [value for value in (*args, *kwargs.values()) if is_box(value)]
-        again = any(one is other for one in given for other in known)
-        known += given
+        trace, known = self.turns.slots.trace, self.seen[layer.index]
+        objects = [value for value in (*args, *kwargs.values()) if is_box(value)]
+        again = any(one is other for one in objects for other in known)
+        known += objects
         return again or (trace is not None and trace.find(layer, self.turns.next, taped=False) is None)
 
     def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
@@ -249,7 +246,7 @@ class Batch(CallingThread):
             self.spec.scope.fail(error)
         finally:
             self._before = None
-            self.layer_calls.given.clear()
+            self.layer_calls.seen.clear()
             super()._end()
 
     def _release_successors(self) -> None:
@@ -486,7 +483,7 @@ class Evaluations:
 
     @interrupts_deferred()
     def begin(self, kind: Hashable, version: int, in_flight: int, *, exclusive: bool = False) -> None:
-        """Begin to run batches of ``kind``, at most ``in_flight`` at a time, or one alone, which shows its kind."""
+        """Begin to run batches of ``kind``, ``in_flight`` at a time, or one exclusively, which shows its kind."""
         context, self._kind = self._context, kind
         known = self._known.pop(kind) if kind in self._known and exclusive else self._known.get(kind)
         context.attributes.begin()
@@ -610,7 +607,7 @@ class Evaluations:
             self._streams.enter_context(self._holding(flight))
             self._has_baton = True
             self._streams.enter_context(self._context.pool.devices[0].activate())
-        flight.shared.come_to(view)
+        flight.shared.enter_hooks(view)
 
     def pause_hooks(self) -> None:
         """Let batches run user code."""
@@ -650,7 +647,7 @@ class Evaluations:
         self._context.pool.rest(scope, flight.tasks, given_up=given_up)
         if scope.failed:
             self._context.gradients.drop()  # downloads into them may have been aborted
-        flight.shared.come_to()
+        flight.shared.enter_hooks()
         flight.shared.hooks.exit()
         self._around.close()
         self._learn(flight)

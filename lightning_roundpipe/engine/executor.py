@@ -374,14 +374,16 @@ class Executor:
             with saved, unmoved, writes, watched, borrowing, observed, carried:
                 return collecting(forward, *built.args, **built.kwargs)
 
-        result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
-        torch._C._set_grad_enabled(grad)  # the layer may have left it otherwise
+        try:
+            result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
+        finally:  # user code may catch what the layer raises
+            if draws:
+                self._randomness.end(layer.index)
+        torch.set_grad_enabled(grad)  # the layer may have left it otherwise
         output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
-        if draws:
-            self._randomness.end(layer.index)
         now = [p._version for p in replica.parameters]
         written = (
             {i for i, (p, before) in enumerate(zip(now, own, strict=True)) if p != before} if now != own else set()
@@ -461,12 +463,12 @@ class Executor:
         slot.spec.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
         return result
 
-    def _meter(self, call: LayerCall, given: Iterable[Tensor]) -> PeakMemoryMeter | None:
+    def _meter(self, call: LayerCall, inputs: Iterable[Tensor]) -> PeakMemoryMeter | None:
         """Return what measures the call's memory in the first window."""
         if call.traced is None:
             return None
         self.worker.wait_until_idle()
-        return PeakMemoryMeter(self.device, given)
+        return PeakMemoryMeter(self.device, inputs)
 
     @contextlib.contextmanager
     def _watching(self, call: LayerCall, slot: Slot, kind: str, replica: Replica) -> Iterator[None]:
@@ -565,12 +567,12 @@ class Executor:
         lent.update([address_of(p.tensor) for parts in gradients for p in parts if p.event is not None])
         found = [parts[0].tensor if parts else None for parts in sink.parts]
         found = [copy_alike(g) if g is not None and address_of(g) in lent else g for g in found]
-        given = [g for g in found if g is not None]
-        device.track_until_freed(given, GRADIENTS)
+        present = [g for g in found if g is not None]
+        device.track_until_freed(present, GRADIENTS)
         if meter is not None and call.traced is not None:
             call.traced.activation_bytes = max(call.traced.activation_bytes, meter.read())
             call.traced.returning_bytes = storage_bytes(values)
-        worker.keep_until_computed(runner, values, given)
+        worker.keep_until_computed(runner, values, present)
         return found
 
     def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner) -> None:
@@ -595,11 +597,11 @@ class Executor:
         replica, buffers = self._copy(slot, layer)
         if buffers:
             buffers.load(call.buffers)
-        given = [copy_alike(t) if i in call.inputs.mutated else t for i, t in enumerate(saved)]
+        inputs = [copy_alike(t) if i in call.inputs.mutated else t for i, t in enumerate(saved)]
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
-        with again, device.track(given, INPUTS), call.environment.thread_state.entered():
+        with again, device.track(inputs, INPUTS), call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
-                functools.partial(self._run, grad=True), call, slot, given, replica, runner, "recompute",
+                functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute",
                 returning,
             )  # fmt: skip
         if buffers:

@@ -74,7 +74,7 @@ class LayerCalls:
             sections.enter(sections.number)
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
-        given = call.inputs.arguments.tensors
+        tensors = call.inputs.arguments.tensors
         sections.exit()
         if turns.predecessor_progress is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.predecessor_progress, turns.next)
@@ -87,9 +87,9 @@ class LayerCalls:
         if layer.buffers.mutable:
             turns.publish_progress()
         if sections.memory is not None:
-            sections.memory.called(traced, given, outcome.result)
+            sections.memory.called(traced, tensors, outcome.result)
         sections.enter()
-        result = self.deliver(call, outcome, given)
+        result = self.deliver(call, outcome, tensors)
         if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
@@ -130,11 +130,11 @@ class LayerCalls:
 
     def forward(self, call: LayerCall, *, taped: bool) -> Outcome:
         """Run a call in its turn [1]. Returns what user code gets."""
-        turns, given = self.turns, call.inputs.arguments.tensors
-        activations, homes = turns.activations, list(map(turns.home_of, given))
+        turns, tensors = self.turns, call.inputs.arguments.tensors
+        activations, homes = turns.activations, list(map(turns.home_of, tensors))
         slot = turns.of(call, "forward")
         device, keeps = self.context.pool.workers[slot.worker].device, slot.phase == "fused"
-        coming = {i: activations.save(given[i], home) for i, home in enumerate(homes) if home is not device}
+        coming = {i: activations.save(tensors[i], home) for i, home in enumerate(homes) if home is not device}
         if taped and slot.position is None and turns.round and call.reconnect is None:
             call.slot = turns.for_backward(call, slot.worker)
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
@@ -144,24 +144,24 @@ class LayerCalls:
             if carries is not None:
                 worker.wait_for_products(turns.runner)
             if taped and not keeps:
-                call.inputs.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(given)]
+                call.inputs.saved = [coming.get(i) or activations.save(t, device) for i, t in enumerate(tensors)]
                 worker.copying = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
             inputs = [
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
-                for i, tensor in enumerate(given)
+                for i, tensor in enumerate(tensors)
             ]
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, turns.runner, keep_graph=keeps, carries=carries)
             if call.output_kinds and not (taped or keeps):  # it computes with a parameter of another module
-                call.inputs.saved = list(map(activations.save, given, homes))
+                call.inputs.saved = list(map(activations.save, tensors, homes))
             if call.reconnect is None:
                 turns.device = device
         return outcome
 
-    def deliver(self, call: LayerCall, outcome: Outcome, given: Sequence[Tensor]) -> Any:
+    def deliver(self, call: LayerCall, outcome: Outcome, tensors: Sequence[Tensor]) -> Any:
         """Return a call's output to user code, with all else that the layer has done [2]."""
         self.sections.last = f"after layer {call.layer.name!r}"
-        outcome.deliver(call.layer, given)
+        outcome.deliver(call.layer, tensors)
         self.shared.add(outcome.shared, call.layer.name)
         self.turns.activations.drop(self.turns.device)
         call.inputs.arguments.forget_originals()

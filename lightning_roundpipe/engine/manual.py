@@ -137,18 +137,13 @@ class _Weights(WeightGuard):
     mode: _ManualUserCode
 
     def __init__(self, sections: UserSections, tape: Sequence[LayerCall], differentiate: Callable[..., None]) -> None:
-        self._differentiate = differentiate
-        super().__init__(sections, tape)
-        del self._differentiate  # the mode, which is dropped at the step's end, has it, and it knows this
+        super().__init__(sections, tape, _ManualUserCode(sections.context, differentiate, self._touched))
         self._at_call: dict[LayerCall, list[tuple[int, int]]] = {}
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
         """Masters whose ``.data`` user code has read since a taped call, with copies of their values."""
         self._copied = {layer.index: layer.weights.written() for layer in self.context.model.layers}
         """Versions and addresses of each layer's masters when its working copies were last made."""
-
-    def _make_mode(self) -> _ManualUserCode:
-        return _ManualUserCode(self.context, self._differentiate, self._touched)
 
     def _touched(self, master: nn.Parameter) -> None:
         """Note that user code may write to a master without raising its version."""
@@ -267,7 +262,7 @@ class ManualMicrobatch(Microbatch):
             if (scale := formats.scales.manual) != 1.0:
                 seed, mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
                 pairs = zip(losses, gradients, strict=True)
-                seeds = [filled_like(loss, seed) if given is None else given * seed for loss, given in pairs]
+                seeds = [filled_like(loss, seed) if grad is None else grad * seed for loss, grad in pairs]
             self.tape.expect_gradients()
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with sections.noted(), one_thread, torch._C._EnableTorchFunction():
@@ -354,8 +349,8 @@ class _ManualUserCode(UserCodeMode):
         """Take the arguments of both functions, which name the second one otherwise."""
         gradients = named.get("gradient", named.get("grad_tensors", gradients))
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
-        self._differentiate(losses, given, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        grads = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
+        self._differentiate(losses, grads, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
 
     def run_backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Run backward through user code, under this mode."""

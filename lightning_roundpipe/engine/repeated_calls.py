@@ -117,12 +117,12 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     call = calls.capture(layer, args, kwargs, traced[again].use)
     call.index = again + len(planned.calls if planned is not None else traced)
     call.reconnect = functools.partial(_reconnect, tape, call, traced[again], call.inputs.arguments.tensors)
-    given = call.inputs.arguments.tensors
+    tensors = call.inputs.arguments.tensors
     sections.exit()
     outcome = calls.forward(call, taped=call.is_taped)
     layer.seen.sets_attributes |= outcome.sets_attributes
     sections.enter(again + 1)
-    return calls.deliver(call, outcome, given)
+    return calls.deliver(call, outcome, tensors)
 
 
 def _reconnect(
@@ -145,11 +145,11 @@ def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
     before = turns.device
     sections.exit()
     gradients, device = tape.through(call)
-    given = [
+    moved = [
         None if g is None else tape.moved(g, device, edge.home)
         for g, edge in zip(gradients, call.inputs.edges, strict=True)
     ]
     turns.device = before
     call.slot = None
     sections.enter()
-    return given
+    return moved

@@ -171,20 +171,21 @@ class WeightGuard:
     Args:
         sections: the sections of the user code.
         tape: the calls whose backward is still to come, in order.
+        mode: the torch function mode of the user code; None: that of a training step.
 
     Attributes:
-        mode: the torch function mode of the user code.
+        mode: the mode.
         read: the buckets that it has read.
     """
 
-    def __init__(self, sections: UserSections, tape: Sequence[LayerCall]) -> None:
+    def __init__(self, sections: UserSections, tape: Sequence[LayerCall], mode: UserCodeMode | None = None) -> None:
         self.context, self.spec, self.sections, self.tape = sections.context, sections.spec, sections, tape
         self.read: set[ParamBucket] = set()
         self._written: list[nn.Parameter] = []
         """Parameters that user code has written to by their ``.data``, and that no call was made with since."""
-        self.mode = self._make_mode()
+        self.mode = mode or self._mode_of_training()
 
-    def _make_mode(self) -> UserCodeMode:
+    def _mode_of_training(self) -> UserCodeMode:
         model, pool = self.context.model, self.context.pool
         return UserCodeMode(
             model.bucket_of, self.values_of, model.formats, train=True, accelerator=pool.accelerator,

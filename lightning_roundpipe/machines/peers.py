@@ -25,7 +25,7 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -232,29 +232,22 @@ class Peers:
 
     # -- tensors that all machines have -------------------------------------------------------------------------------
 
-    def share(self, tensors: Iterable[tuple[str, Tensor]], label: str) -> list[str]:
+    def share(self, tensors: Sequence[Tensor], label: str) -> None:
         """Give all machines the values of machine 0. Only tensors that differ travel.
 
         Args:
-            tensors: names and tensors on the host, the same ones on each machine.
+            tensors: on the host, the same ones on each machine.
             label: what they are.
-
-        Returns:
-            The names of the tensors that differed somewhere.
         """
-        listed = list(tensors)
-        mine = torch.tensor([checksum(tensor) for _, tensor in listed], dtype=torch.int64)
+        mine = torch.tensor([checksum(tensor) for tensor in tensors], dtype=torch.int64)
         everyones = torch.stack(self.gather(mine, label))
-        differs = everyones.ne(everyones[0]).any(0).tolist()
-        changed = [pair for pair, differ in zip(listed, differs, strict=True) if differ]
-        for _, tensor in changed:
+        for tensor in itertools.compress(tensors, everyones.ne(everyones[0]).any(0).tolist()):
             raw = tensor.detach().contiguous()
             flat = raw.view(-1).view(torch.uint8)
             for start in range(0, flat.numel(), PORTION):
                 self.broadcast(flat[start : start + PORTION], 0, label)
             if raw.data_ptr() != tensor.data_ptr():  # a copy of one that is not contiguous
                 tensor.detach().copy_(raw)
-        return [name for name, _ in changed]
 
 
 def _exchange(label: str, tensor: Tensor) -> str:

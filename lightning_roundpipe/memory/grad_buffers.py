@@ -421,7 +421,7 @@ class GradientMemory:
         *,
         own_sums: bool = False,
     ) -> HostGradSums:
-        """Return the sum of one call's gradients in a new batch.
+        """Return the sum of one call's gradients in a new window.
 
         Args:
             layer: the layer.
@@ -447,7 +447,7 @@ class GradientMemory:
 
 
 class HostGradSums:
-    """The gradients of one call's layer, summed over one batch's microbatches, in host memory.
+    """The gradients of one call's layer, summed over one window's microbatches, in host memory.
 
     ``present`` says per trainable parameter whether it got a gradient. One that got none must keep ``.grad`` None, or
     AdamW would decay it.
@@ -639,7 +639,7 @@ class HostGradSums:
         """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the block.
 
         After a hand-out the views are new tensors, so that the caller owns them. Otherwise they are the cached ones,
-        which the next batch uses too.
+        which the next window uses too.
         """
         if not any(self.present):
             return {}

@@ -24,20 +24,20 @@ class PeakMemoryMeter:
 
     Args:
         device: the worker's device.
-        given: the call's inputs. They are on the device already, and count.
+        inputs: the call's inputs. They are on the device already, and count.
     """
 
-    def __init__(self, device: Device, given: Iterable[Tensor]) -> None:
-        given = list(given)
+    def __init__(self, device: Device, inputs: Iterable[Tensor]) -> None:
+        inputs = list(inputs)
         self._device = device
         # A copy stream holds what it copies. Freed during the call, that would hide as many bytes of the call's own.
         device.activations_down.synchronize()
         device.activations_up.synchronize()
         device.arrivals_up.synchronize()
         device.drop_finished()
-        self._tracked = device.track(given, INPUTS)
+        self._tracked = device.track(inputs, INPUTS)
         device.reset_peak()
-        self._before = device.resident_bytes() - storage_bytes(given)
+        self._before = device.resident_bytes() - storage_bytes(inputs)
 
     def read(self) -> int:
         """Return the peak in bytes so far and stop tracking the inputs. Call once."""

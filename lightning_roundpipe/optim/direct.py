@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
 
 from lightning_roundpipe.optim.fused import DTYPES, lies_plain
 from lightning_roundpipe.optim.packed_moments import MOMENTS, Moment, moment_of
@@ -76,12 +75,7 @@ def row_of(
     return KernelRow((number, dtype), parameter, shape, count, tuple(averages))  # type: ignore[arg-type]
 
 
-def step(
-    cls: type[Optimizer],
-    groups: tuple[Mapping[str, Any], ...],
-    rows: Sequence[KernelRow | None],
-    gradients: Iterable[Tensor],
-) -> bool:
+def step(groups: tuple[Mapping[str, Any], ...], rows: Sequence[KernelRow | None], gradients: Iterable[Tensor]) -> bool:
     """Step the parameters of ``rows`` if the kernel can take all rows and ``gradients``; otherwise step none.
 
     Returns:
@@ -99,19 +93,16 @@ def step(
     for (number, _), entries in kinds.items():
         gradients_, parameters, counts, *averages = map(list, zip(*entries, strict=True))
         torch._foreach_add_(counts, _ONE, alpha=1.0)  # a Python number would become a tensor per counter
-        _call(cls, groups[number], gradients_, parameters, counts, *averages)
+        _call(groups[number], gradients_, parameters, counts, *averages)
     for row, gradient in in_pieces:
-        step_part(cls, groups, row, gradient, 0, gradient.numel())
+        step_part(groups, row, gradient, 0, gradient.numel())
     return True
 
 
-def step_part(
-    cls: type[Optimizer], groups: tuple[Mapping[str, Any], ...], row: KernelRow, gradient: Tensor, start: int, end: int
-) -> None:
+def step_part(groups: tuple[Mapping[str, Any], ...], row: KernelRow, gradient: Tensor, start: int, end: int) -> None:
     """Step elements ``start`` to ``end`` of a parameter. The part with the last element increases the step counter.
 
     Args:
-        cls: the optimizer's class.
         groups: the hyperparameters of all groups.
         row: the parameter's row.
         gradient: the gradient of these elements.
@@ -131,7 +122,7 @@ def step_part(
             a.view(-1)[first:last] if isinstance(a, Tensor) else a.load(first, last, scratch(1 + i, last - first))
             for i, a in enumerate(row.averages)
         ]
-        _call(cls, group, [flat[first - start : last - start]], [numbers], [count], *([a] for a in averages))
+        _call(group, [flat[first - start : last - start]], [numbers], [count], *([a] for a in averages))
         if isinstance(parameter, SplitTensor):
             parameter.split(first, last, numbers)
         for average, stepped in zip(row.averages, averages, strict=True):
@@ -146,7 +137,6 @@ def _fit(tensor: Any, dtype: torch.dtype, shape: torch.Size) -> bool:
 
 
 def _call(
-    cls: type[Optimizer],
     group: Mapping[str, Any],
     gradients: list[Tensor],
     parameters: list[Tensor],
@@ -155,8 +145,7 @@ def _call(
     squares: list[Tensor],
     maxima: list[Tensor] | None = None,
 ) -> None:
-    decoupled = group.get("decoupled_weight_decay", cls is AdamW)  # before torch 2.7, only the class tells
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     beta1, beta2 = group["betas"]
     kernel(
         parameters,

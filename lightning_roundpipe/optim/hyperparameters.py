@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_roundpipe.optim.fused import is_direct, is_open
@@ -46,7 +44,7 @@ class Hyperparameters:
         optimizer = unwrapped(optimizer)
         groups = optimizer.param_groups
         return cls(
-            tuple({k: _copied(v) for k, v in group.items() if k not in OF_PARAMETERS} for group in groups),
+            tuple({k: copy.deepcopy(v) for k, v in group.items() if k not in OF_PARAMETERS} for group in groups),
             {id(p): number for number, group in enumerate(groups) for p in group["params"]},
             {
                 id(p): name
@@ -57,15 +55,3 @@ class Hyperparameters:
             tuple(is_open(type(optimizer), group) for group in groups),
             tuple(is_direct(optimizer, group) for group in groups),
         )
-
-
-def _copied(value: Any) -> Any:
-    if type(value) in (float, int, bool, NoneType):  # nearly all values
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return copy.deepcopy(value)

@@ -10,23 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import optim
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 KNOWN: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
-        "Adafactor", "Muon",
-    )
-    if hasattr(torch.optim, name)
+    {
+        optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
+        optim.RMSprop, optim.Rprop, optim.ASGD, optim.Adafactor, optim.Muon,
+    }
 )  # fmt: skip
-"""Exact classes: a subclass may do anything. torch has Muon since 2.9."""
+"""Exact classes: a subclass may do anything."""
 
-_BY_DEFAULT: frozenset[type[Optimizer]] = frozenset({torch.optim.ASGD})
+_BY_DEFAULT: frozenset[type[Optimizer]] = frozenset({optim.ASGD})
 """Known optimizers whose steps create tensors of torch's default dtype."""
-_BY_DOUBLE: frozenset[type[Optimizer]] = frozenset({torch.optim.ASGD, torch.optim.NAdam})
+_BY_DOUBLE: frozenset[type[Optimizer]] = frozenset({optim.ASGD, optim.NAdam})
 """Those that compute with tensors of float64 if that is the default dtype, and of float32 otherwise."""
 
 DECLARATION = "independent_parameters"
@@ -49,9 +47,9 @@ def stepped_by_parameter(optimizer: Optimizer) -> str | None:
     """
     optimizer = unwrapped(optimizer)
     cls = type(optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, optim.LBFGS):
         return f"{cls.__name__} looks at all parameters together"
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    if isinstance(optimizer, optim.SparseAdam):
         return f"{cls.__name__} takes sparse gradients only"
     if cls not in KNOWN and vars(cls).get(DECLARATION) is not True:
         return (
@@ -123,7 +121,7 @@ def _entangled(optimizer: Optimizer) -> str | None:
         if group.get("differentiable"):
             return "its group has differentiable=True"
         # The whole group uses one epsilon, that of the first parameter's dtype.
-        if type(optimizer) is torch.optim.Adafactor and group["eps"][0] is None:
+        if type(optimizer) is optim.Adafactor and group["eps"][0] is None:
             dtypes = {p.dtype for p in group["params"]}
             if len(dtypes) > 1:
                 return f"eps[0]=None takes one epsilon for {len(dtypes)} dtypes in a group of Adafactor; set eps[0]"

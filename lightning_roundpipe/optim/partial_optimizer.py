@@ -129,7 +129,7 @@ class PartialOptimizer:
             self._copy_state(self._mapped & gradients.keys())
             rows = self._lay_out(hyperparameters, gradients)
         mine = list(map(rows.get, gradients))
-        if direct.step(type(self._optimizer), hyperparameters.groups, mine, gradients.values()):
+        if direct.step(hyperparameters.groups, mine, gradients.values()):
             return
         known = hyperparameters.group_of
         masters = [self._masters[key] for key in gradients if key in self._masters and key in known]
@@ -255,7 +255,7 @@ class PartialOptimizer:
         Parts that begin at multiples of a cache line change no bit.
         """
         assert self._laid_out is not None
-        direct.step_part(type(self._optimizer), hyperparameters.groups, self._laid_out[1][key], gradient, start, end)
+        direct.step_part(hyperparameters.groups, self._laid_out[1][key], gradient, start, end)
 
     def release(self) -> None:
         """Release the masters' memory until the next step."""

@@ -7,12 +7,14 @@ gradients at once, in ``.grad``. This module uses its numbers and its saved stat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+
+_CPU = torch.device("cpu")
 
 
 class LossScale:
@@ -31,15 +33,10 @@ class LossScale:
 
     def update(self, *, finite: bool) -> None:
         """Update the scale after a step as ``GradScaler.update`` does. The step was skipped if not ``finite``."""
-        state = self._scaler.state_dict()
-        unskipped = state["_growth_tracker"] + 1 if finite else 0
-        if not finite:
-            state["scale"] *= state["backoff_factor"]
-        elif unskipped == state["growth_interval"]:
-            unskipped, grown = 0, state["scale"] * state["growth_factor"]
-            state["scale"] = grown if math.isfinite(torch.tensor(grown, dtype=torch.float32).item()) else state["scale"]
-        state["_growth_tracker"] = unskipped
-        self._scaler.load_state_dict(state)
+        scaler: Any = self._scaler
+        found = torch.tensor(not finite, dtype=torch.float32)
+        scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {_CPU: found}
+        scaler.update()
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class Crossing:
         self._calls = 0
         self._taken: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         """The last call that took the storage as an input."""
-        self._given: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._outputs: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         """The call that returned the storage."""
         self._of_user_code: list[tuple[int, weakref.WeakSet[torch.UntypedStorage]]] = []
         """What user code has made before each call: bytes that are not inputs of the call, and those that are."""
@@ -51,24 +51,24 @@ class Crossing:
         waiting = self.held_bytes() + made_bytes
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
         made = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs if tensor.device.type != "cpu")
-        made -= set(self._given)
+        made -= set(self._outputs)
         self._of_user_code.append((max(0, made_bytes - sum(storage.nbytes() for storage in made)), made))
-        held = sum(storage.nbytes() for storage in self._given if storage not in taken) + self._of_user_code[-1][0]
+        held = sum(storage.nbytes() for storage in self._outputs if storage not in taken) + self._of_user_code[-1][0]
         shared, passed = Counter[int](), Counter[int]()
         for storage, size in taken.items():
             if (before := self._taken.get(storage)) is not None:
                 shared[self._calls - before] += size
-            elif (before := self._given.get(storage)) is not None:
+            elif (before := self._outputs.get(storage)) is not None:
                 passed[self._calls - before] += size
             self._taken[storage] = self._calls
         for tensor in outputs:
-            self._given.setdefault(tensor.untyped_storage(), self._calls)
+            self._outputs.setdefault(tensor.untyped_storage(), self._calls)
         self._calls += 1
         return Crossed(sum(taken.values()), waiting, held, tuple(shared.items()), tuple(passed.items()))
 
     def held_bytes(self) -> int:
         """Return the bytes of what the calls have returned and user code, or autograd for it, holds now."""
-        return sum(storage.nbytes() for storage in self._given)
+        return sum(storage.nbytes() for storage in self._outputs)
 
     def backward_held_bytes(self, call: int) -> int:
         """Return the bytes that user code, or autograd for it, holds at the backward of ``call``."""

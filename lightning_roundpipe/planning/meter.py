@@ -169,7 +169,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     form, read = "fp8", read - self._cast(args[-2:])
                 seconds = self.add(flops, read + written, form)
                 if func._overloadpacket in flop_registry:
-                    self.made(flops, written, seconds)
+                    self.count_product(flops, written, seconds)
 
     def _is_fp8(self, func: Any, args: Any) -> bool:
         return self.fp8 and func in _OF_LINEAR and args[-1].dtype is torch.bfloat16
@@ -203,7 +203,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.nbytes += self.times * nbytes
         return seconds
 
-    def made(self, flops: float, nbytes: int, seconds: float) -> None:
+    def count_product(self, flops: float, nbytes: int, seconds: float) -> None:
         """Count a product, which takes ``seconds``, among those that a plan may carry."""
         products, kind = self._scopes[-1].products, int(flops) // max(1, nbytes)
         before, before_s = products.get(kind, (0, 0.0))
@@ -324,7 +324,7 @@ class _Attention(torch.autograd.Function):
         seconds = _count(ctx.flops, (query, key, value, out, sums))
         if (meter := current_meter()) is not None:  # torch counts all pairs, whatever the mask
             pairs = 2.0 * batch * heads * length * key.shape[-2] * (size + value.shape[-1])
-            meter.made(pairs, _touched(out) + _touched(sums), seconds)
+            meter.count_product(pairs, _touched(out) + _touched(sums), seconds)
         return out
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The report page of a run: one HTML file with pictures of its last step, its plan, settings and versions.
 
 The page loads nothing and runs no script: pictures are a part of the file, which can be mailed and opened offline. To
-zoom into a step, open its trace (`timeline.write_trace`) in https://ui.perfetto.dev.
+zoom into a step, open its trace (`traces.write_trace`) in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations

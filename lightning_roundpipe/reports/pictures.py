@@ -1,6 +1,6 @@
 """Draws steps below each other, with a row for each worker: what it computes, and what its links carry.
 
-A step that ran and a simulated one have the same form (`timeline`), so a reader who knows one picture knows the other.
+A step that ran and a simulated one have the form of a report, so a reader who knows one picture knows the other.
 matplotlib is imported inside functions, so programs that draw nothing do not load it.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_roundpipe.batches.cutting import samples_in
 
 
 @dataclass
@@ -83,7 +85,7 @@ class TimedSteps(Callback):
         running.seconds += now - began
         running.updating_s += now - self._updating if self._updating > began else 0.0
         running.tokens += count_tokens(batch)
-        running.samples += count_samples(batch)
+        running.samples += samples_in(batch)
         running.losses += [] if (loss := loss_in(outputs)) is None else [loss]
         if trainer.global_step != self._steps:  # otherwise the window continues
             running.steps, self._steps = trainer.global_step - self._steps, trainer.global_step
@@ -95,14 +97,6 @@ def count_tokens(batch: Any) -> int:
     """Return the number of tokens of a batch with ``input_ids``; 0 for other batches."""
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return tokens.numel() if isinstance(tokens, Tensor) else 0
-
-
-def count_samples(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor in a batch; 0 without one."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
-    return 0 if isinstance(batch, str) else next((found for part in parts if (found := count_samples(part))), 0)
 
 
 def loss_in(outputs: Any) -> Tensor | None:

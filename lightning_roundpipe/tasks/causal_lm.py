@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -23,7 +23,6 @@ from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_roundpipe.model.adapters import add_adapters
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.packed_rows import check_packed_rows, document_masks
 from lightning_roundpipe.model.quantize import refuse_adapted_experts, refuse_full_training, stored_beside
@@ -69,7 +68,7 @@ class CausalLM(LightningModule):
             refuse_full_training(model)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
-        self.model: PreTrainedModel | PeftModel = model if lora is None else add_adapters(model, lora)
+        self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
         if lora is not None:
             refuse_adapted_experts(self.model, lora)
         self.model.train()  # Hugging Face loads models in eval mode, and Lightning keeps the mode

@@ -127,9 +127,12 @@ def _looking(trainer: Trainer, module: LightningModule, hook: str) -> Iterator[s
             yield f"callback {type(callback).__name__} has {hook}"
 
 
-def sees_each_batch(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return what finds the gradients of each batch of a window, so that batches run one at a time; None if nothing."""
-    hooked = hooked_parameter(module)
+def sees_each_batch(trainer: Trainer, module: LightningModule, parameters: Iterable[nn.Parameter]) -> str | None:
+    """Return what finds the gradients of each batch of a window, so that batches run one at a time; None if nothing.
+
+    ``parameters``: those of the module. Finding their names takes milliseconds.
+    """
+    hooked = hooked_parameter(module) if any(map(_has_hook, parameters)) else None
     return next(_looking(trainer, module, "on_after_backward"), hooked and f"parameter {hooked!r} has a hook")
 
 

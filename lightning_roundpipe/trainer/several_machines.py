@@ -137,7 +137,7 @@ class SeveralMachines(ParallelStrategy):
         counted = {"the number of parameters and buffers": len(model)}
         settings = _trainer_settings(module.trainer) | settings
         self._peers.agree(versions | settings | counted | model | _module_settings(module), "the model")
-        self._peers.share([(name, tensor) for _, name, tensor in tensors], "the weights of the first machine")
+        self._peers.share([tensor for *_, tensor in tensors], "the weights of the first machine")
 
     def _agree_on_training(self, trainer: Trainer, module: LightningModule, buckets: list[list[str]]) -> None:
         """Compare what the trainer is about to do with the other machines."""

@@ -36,6 +36,7 @@ from lightning_roundpipe.trainer.hook_audit import (
     looks_at_weights,
     needs_gradients,
     reads_gradients,
+    sees_each_batch,
     slowed_by,
 )
 
@@ -102,6 +103,10 @@ class Stepping:
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Replace them between windows, for example "
                 "in on_train_epoch_start."
             )
+
+    def sees_each_batch(self) -> str | None:
+        """Return what has the batches of a window run one at a time, see `hook_audit`; None if nothing has."""
+        return sees_each_batch(self._trainer, self._module, self._parameters)
 
     @property
     def asynchronous(self) -> bool:

@@ -33,7 +33,6 @@ from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine, WindowResult
-from lightning_roundpipe.trainer.hook_audit import sees_each_batch
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 
@@ -44,19 +43,20 @@ class Window:
         module: the module in training. Lightning's loop has come to the first batch.
         options: say how batches are cut and weighed.
         args: the arguments of ``training_step`` for the first batch.
+        serial: why its batches run one at a time; None if they need not.
 
     Attributes:
         span: the number of batches that the loop counts until the window ends, with those that it skips.
         samples: samples of each microbatch.
     """
 
-    def __init__(self, module: LightningModule, options: Options, args: tuple[Any, ...]) -> None:
+    def __init__(self, module: LightningModule, options: Options, args: tuple[Any, ...], serial: str | None) -> None:
         self._module, self._trainer = module, module.trainer
         epoch, self._accumulated = self._trainer.fit_loop.epoch_loop, self._trainer.accumulate_grad_batches
         to_come = -epoch.batch_progress.current.ready % self._accumulated
         fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
         batches: list[Any] = [args[0]]
-        self._serial = sees_each_batch(self._trainer, module)
+        self._serial = serial
         statistics = epoch.automatic_optimization._skip_backward  # a pass for those of BatchNorm
         if fetcher is not None and not (self._serial or statistics):
             batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
@@ -94,7 +94,7 @@ class Window:
         self._losses: dict[int, Tensor] = {}
         self._all = [microbatches for _, microbatches in self._batches]
         self._begins_epoch = epoch.batch_progress.current.ready == 1 and not isinstance(args[0], Microbatches)
-        self._come_to = 0
+        self._next_batch = 0
 
     @property
     def ended(self) -> bool:
@@ -136,7 +136,7 @@ class Window:
             }
 
     def _step(self, microbatch: int) -> Any:
-        self._progress.come_to(self._of_batch[microbatch])
+        self._progress.show(self._of_batch[microbatch])
         output = self._functions[microbatch]()
         self._stops[microbatch] = self._trainer.should_stop
         return output
@@ -149,7 +149,7 @@ class Window:
             Exception: what ``training_step`` has raised for this batch [3].
         """
         expected, microbatches = self._batches.pop(0)
-        batch, self._come_to = self._come_to, self._come_to + 1
+        batch, self._next_batch = self._next_batch, self._next_batch + 1
         if expected != self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             raise RoundPipeError(self.skipped())
         if batch and self._trainer.accumulate_grad_batches != self._accumulated:
@@ -162,6 +162,8 @@ class Window:
         if microbatches[-1] >= len(result.microbatches):
             assert result.error is not None
             self._batches = []
+            for microbatch in range(microbatches[0], len(result.microbatches) + 1):
+                result.show(microbatch)
             raise result.error
         for microbatch in microbatches:
             result.show(microbatch)
@@ -198,7 +200,7 @@ class _ProgressOfBatches:
         self._first, self._span, self._thread = progress, span, threading.local()
         self._ends = fetcher is not None and fetcher.exhausted
 
-    def come_to(self, batch: int) -> None:
+    def show(self, batch: int) -> None:
         """Show this thread the progress at a batch of the window."""
         if not batch:
             return

@@ -1,11 +1,11 @@
 """The optimizer on a thread of its own: steps each bucket as its gradients arrive, and the next forward follows it.
 
-    main thread: begin ── losses ── submit ── [1]             the batch ends in an optimizer step; backward goes on
+    main thread: begin ── losses ── submit ── [1]             the window ends in an optimizer step; backward goes on
     optimizer thread: `BucketStepper` takes complete gradients, steps their masters and publishes a version of them
     worker: uploads of the next step wait for the version of their own layer only
 
-A batch is followed by an optimizer step, or its gradients are accumulated; `submit`, or the `begin` of the next batch,
-decides which. `submit` takes a snapshot of the hyperparameters, as schedulers change them afterwards.
+A window is followed by an optimizer step, or its gradients are accumulated; `submit`, or the `begin` of the next
+window, decides which. `submit` takes a snapshot of the hyperparameters, as schedulers change them afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOK = 0.25
 
 
 class AsyncOptimizer:
-    """Applies gradients to masters, in the order of the batches.
+    """Applies gradients to masters, in the order of the windows.
 
     Args:
         buckets: all buckets of the model, in forward order.
@@ -55,7 +55,7 @@ class AsyncOptimizer:
     Attributes:
         stepper: what the thread does.
         optimizer: the optimizer.
-        gradients: what batches have accumulated, and what ``.grad`` shows between steps. Call `settle` before its
+        gradients: what windows have accumulated, and what ``.grad`` shows between steps. Call `settle` before its
             methods for the main thread.
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
@@ -85,12 +85,12 @@ class AsyncOptimizer:
         self.torn, self.whole = False, True
         self._cancel_scopes: list[CancelScope] = []
         self._error: BaseException | None = None
-        self._batch: StepGradients | None = None
+        self._window: StepGradients | None = None
         self._thread = TaskThread("roundpipe-optimizer", around)
         self._scales.fix(self.wanted, self.submitted)
 
     def begin(self, *, zero_grad: bool) -> None:
-        """Prepare for a batch. If no step has followed the one before it, that one is accumulated.
+        """Prepare for a window. If no step has followed the one before it, that one is accumulated.
 
         Args:
             zero_grad: whether to drop what was accumulated, as ``Optimizer.zero_grad`` does.
@@ -106,7 +106,7 @@ class AsyncOptimizer:
             outside = self._outside()
             self._post(lambda: self.gradients.forget(outside))
 
-    def accompany(self, cancel_scope: CancelScope) -> None:
+    def attach(self, cancel_scope: CancelScope) -> None:
         """Fail a running step when an update fails: it would wait for a version that is never published."""
         self._cancel_scopes = [*self._cancel_scopes, cancel_scope]
         # An update may have failed since `begin` looked. Each thread writes its own field (this list, or the error)
@@ -114,27 +114,27 @@ class AsyncOptimizer:
         if (error := self._error) is not None:
             cancel_scope.fail(error)
 
-    def part_from(self, cancel_scope: CancelScope) -> None:
-        """End what `accompany` began: the step is over."""
+    def detach(self, cancel_scope: CancelScope) -> None:
+        """Undo `attach`: the step is over."""
         self._cancel_scopes = [other for other in self._cancel_scopes if other is not cancel_scope]
 
     def offer(self, gradients: StepGradients) -> None:
-        """Take the gradients of a batch, whose loss may be differentiated later or not at all."""
-        self._batch = gradients
+        """Take the gradients of a window, whose loss may be differentiated later or not at all."""
+        self._window = gradients
 
     @interrupts_deferred()
     def submit(self, clip: Clip | None) -> None:
-        """Submit the optimizer step that follows the batch [1].
+        """Submit the optimizer step that follows the window [1].
 
         Waits for the first one: an optimizer compiles in it, and compilers put back the process's generators.
         """
-        batch, is_first = self._take_batch(), not self.begun
+        window, is_first = self._take_window(), not self.begun
         self.submitted += 1
         optimizer = self.optimizer.get()
         assert optimizer is not None, "a step has an optimizer"
         self.gradients.is_open = False
         step = OptimizerStep(
-            self.submitted, batch, Hyperparameters.of(optimizer), clip, self.optimizer.partial(optimizer),
+            self.submitted, window, Hyperparameters.of(optimizer), clip, self.optimizer.partial(optimizer),
             self._scales.last, self._outside(), self.gradients.keeps,
         )  # fmt: skip
         self._post(lambda: self.stepper.run(step))
@@ -158,30 +158,30 @@ class AsyncOptimizer:
             bucket.refresh()
             bucket.publish(self.submitted)
 
-    def settle(self, *, within_batch: bool = False) -> None:
+    def settle(self, *, within_window: bool = False) -> None:
         """Wait until everything submitted has been applied.
 
         Args:
-            within_batch: whether the last batch goes on, and its loss may still be differentiated: its gradients stay
-                apart from those of earlier batches.
+            within_window: whether the last window goes on, and its loss may still be differentiated: its gradients stay
+                apart from those of earlier windows.
 
         Raises:
             Exception: what an update has raised; once.
         """
-        if not within_batch:
+        if not within_window:
             self._accumulate()
         self._rest()
         self._raise_error()
 
     def drop(self, error: BaseException) -> None:
-        """After a failed step, finish what was submitted and drop the gradients of its batch.
+        """After a failed step, finish what was submitted and drop the gradients of its window.
 
         Args:
             error: the error of the step. It gets a note if some layers had been stepped already.
         """
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            batch.release()
+        window, self._window = self._window, None
+        if window is not None:
+            window.release()
         self._rest()
         if self._error is error:  # an update has failed the step, which raises it
             self._error = None
@@ -209,17 +209,17 @@ class AsyncOptimizer:
         self._thread.join()
 
     def _accumulate(self) -> None:
-        if (batch := self._take_batch()) is not None:
+        if (window := self._take_window()) is not None:
             self.gradients.is_open = True
-            self._post(lambda: self.stepper.add(batch))
+            self._post(lambda: self.stepper.add(window))
 
-    def _take_batch(self) -> StepGradients | None:
-        """Return the last batch's gradients, once; None if there are none, as when its loss was not differentiated."""
-        batch, self._batch = self._batch, None
-        if batch is not None and batch.scale is None:
-            batch.release()
+    def _take_window(self) -> StepGradients | None:
+        """Return the last window's gradients, once; None if there are none, as when its loss was not differentiated."""
+        window, self._window = self._window, None
+        if window is not None and window.scale is None:
+            window.release()
             return None
-        return batch
+        return window
 
     def _rest(self) -> None:
         waiter = self._thread.submit(lambda: None).waiter

@@ -1,7 +1,7 @@
-"""The optimizer thread's work: from the gradients of a batch, as they become complete, to published weights.
+"""The optimizer thread's work: from the gradients of a window, as they become complete, to published weights.
 
     bucket by bucket as they become ready, of several the first in forward order:
-        take the gradients from host memory ── add what earlier batches have accumulated ── [1]
+        take the gradients from host memory ── add what earlier windows have accumulated ── [1]
         with clipping by norm or loss scaling: wait for all buckets, as all norms, or whether all gradients are finite,
         must be known before any bucket is stepped; then step all or none, in forward order. Gradients that came
         narrowed are widened twice, instead of being kept wide meanwhile ── [2]
@@ -15,7 +15,7 @@ the update would make the step behind wait for its end.
 With several machines, `GradientExchange` sums the gradients behind [1]: the thread takes buckets in the same order on
 each machine, and steps one when its sum has arrived, while the next ones are computed and on their way.
 
-No deadlock: the thread waits only for the backward of a batch, which needs only updates submitted before that batch.
+No deadlock: the thread waits only for the backward of a window, which needs only updates submitted before that window.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class OptimizerStep:
 
     Attributes:
         number: the version of the weights that it makes.
-        batch: the gradients of its last batch; None if that gave none.
+        window: the gradients of its last window; None if that gave none.
         hyperparameters: a snapshot of when the step was submitted.
         clip: how to clip gradients; None leaves them.
         partial_optimizer: steps some of the optimizer's parameters.
-        scale: the loss scale, which the gradients of all its batches were multiplied by.
+        scale: the loss scale, which the gradients of all its windows were multiplied by.
         outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
         keeps: see `WindowGradients`.
     """
 
     number: int
-    batch: StepGradients | None
+    window: StepGradients | None
     hyperparameters: Hyperparameters
     clip: Clip | None
     partial_optimizer: PartialOptimizer
@@ -85,7 +85,7 @@ class BucketStepper:
     Args:
         buckets: all buckets of the model, in forward order.
         pool: the memory of gradients.
-        gradients: what batches have accumulated.
+        gradients: what windows have accumulated.
         staleness: see `AsyncOptimizer`.
         scales: the loss scales.
         exchange: sums gradients over several machines; None if there is only one.
@@ -107,23 +107,23 @@ class BucketStepper:
         self.applying = False
         self.applied: dict[int, float] = {}
 
-    def add(self, batch: StepGradients) -> None:
-        """Accumulate the gradients of a batch that no step follows."""
+    def add(self, window: StepGradients) -> None:
+        """Accumulate the gradients of a window that no step follows."""
         if self._exchange is not None:
-            batch.weigh()
-        for buckets in self._as_they_come(batch, lambda bucket: None):
+            window.weigh()
+        for buckets in self._as_they_come(window, lambda bucket: None):
             for bucket in buckets:
-                self._gradients.accumulated[bucket].add(batch.take(bucket))
-                batch.release(bucket)
-        batch.release()
+                self._gradients.accumulated[bucket].add(window.take(bucket))
+                window.release(bucket)
+        window.release()
 
     def run(self, step: OptimizerStep) -> None:
         """Make a step."""
-        self._gradients.begin_step(step.batch.sums if step.batch is not None and step.keeps else ())
+        self._gradients.begin_step(step.window.sums if step.window is not None and step.keeps else ())
         if self._exchange is not None:
             self._exchange.begin()
-            if step.batch is not None:
-                step.batch.weigh()
+            if step.window is not None:
+                step.window.weigh()
             else:
                 self._exchange.share(None)
         for bucket in self._buckets:
@@ -136,15 +136,15 @@ class BucketStepper:
         self.applied = recent | {step.number: time.perf_counter()}
 
     def _as_they_come(
-        self, batch: StepGradients | None, uploaded: Callable[[ParamBucket], None]
+        self, window: StepGradients | None, uploaded: Callable[[ParamBucket], None]
     ) -> Iterator[list[ParamBucket]]:
         """Yield all buckets as they become ready, small ones together; of several, the first in forward order first.
 
         Args:
-            batch: the gradients to wait for; None if there are none, so that all buckets are ready.
+            window: the gradients to wait for; None if there are none, so that all buckets are ready.
             uploaded: called with each bucket when its weights are uploaded, and again when it is ready.
         """
-        readiness = batch.readiness if batch is not None else None
+        readiness = window.readiness if window is not None else None
         there: list[tuple[int, ParamBucket]] = []
         coming = len(self._buckets)
         while coming or there:
@@ -158,7 +158,7 @@ class BucketStepper:
 
     def _in_order(self, exchange: GradientExchange, step: OptimizerStep) -> Iterator[ParamBucket]:
         """Yield all buckets as they become ready, in the order in which machines exchange them; see `_as_they_come`."""
-        readiness = step.batch.readiness if step.batch is not None else None
+        readiness = step.window.readiness if step.window is not None else None
         there: set[ParamBucket] = set(self._buckets) if readiness is None else set()
         for bucket in exchange.order:
             while bucket not in there:
@@ -186,7 +186,7 @@ class BucketStepper:
     def _gathered(self, step: OptimizerStep) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
         """Yield the gradients of buckets as they become ready; with several machines, their sums as they arrive."""
         if self._exchange is None:
-            for buckets in self._as_they_come(step.batch, functools.partial(self._uploaded, step)):
+            for buckets in self._as_they_come(step.window, functools.partial(self._uploaded, step)):
                 yield {bucket: self._gather(bucket, step) for bucket in buckets}
             return
         for bucket, gradients in self._summed(self._exchange, step):
@@ -201,8 +201,8 @@ class BucketStepper:
         yield from exchange.rest()
 
     def _gather(self, bucket: ParamBucket, step: OptimizerStep) -> dict[int, Tensor]:
-        """Return the bucket's gradients, summed over all batches since the last step [1]."""
-        last = step.batch.take(bucket) if step.batch is not None else {}
+        """Return the bucket's gradients, summed over all windows since the last step [1]."""
+        last = step.window.take(bucket) if step.window is not None else {}
         gathered = self._gradients.accumulated[bucket].with_last(last, step.outside)
         self._use(step, bucket, gathered)
         return gathered
@@ -221,7 +221,7 @@ class BucketStepper:
                 self._apply(step, gathered)
         else:
             with self._draining(step):
-                for buckets in self._as_they_come(step.batch, functools.partial(self._uploaded, step)):
+                for buckets in self._as_they_come(step.window, functools.partial(self._uploaded, step)):
                     if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
                         self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
         self._publish_weights(step, wait=True)
@@ -265,18 +265,18 @@ class BucketStepper:
 
     def _may_gather_again(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
         """Return whether `_gather` gives the same again; then what it has given is forgotten, with its memory."""
-        batch = step.batch
-        if batch is None or step.keeps or self._exchange is not None or self._gradients.accumulated[bucket].present():
+        window = step.window
+        if window is None or step.keeps or self._exchange is not None or self._gradients.accumulated[bucket].present():
             return False
-        return batch.forget_taken(bucket)
+        return window.forget_taken(bucket)
 
     @contextmanager
     def _draining(self, step: OptimizerStep) -> Iterator[None]:
         """Let downloads wait for memory while the optimizer has complete gradients to use, layer by layer."""
-        if step.batch is None or step.keeps:
+        if step.window is None or step.keeps:
             yield
             return
-        self._pool.draining = step.batch.readiness
+        self._pool.draining = step.window.readiness
         try:
             yield
         finally:
@@ -312,15 +312,15 @@ class BucketStepper:
         """Step a large bucket part by part, while later parts are downloaded [4].
 
         Returns:
-            False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
+            False if nothing was done, as the bucket has to be stepped as a whole: it is small, its window gave no
             gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or
             `show` may need gradients that are narrow.
         """
-        batch, values, accumulated = step.batch, step.hyperparameters, self._gradients.accumulated[bucket]
+        window, values, accumulated = step.window, step.hyperparameters, self._gradients.accumulated[bucket]
         if (
-            batch is None
+            window is None
             or self._nbytes[bucket] < grad_buffers.STREAMED
-            or (found := batch.sums_by_master(bucket)) is None
+            or (found := window.sums_by_master(bucket)) is None
             or not step.outside.isdisjoint(found)
             or (step.keeps and any(total.is_narrow for sums in found.values() for total in sums))
         ):
@@ -335,7 +335,7 @@ class BucketStepper:
             length = grad_buffers.PART // master.itemsize
             for start in range(0, max(master.numel(), 1), length):  # of an empty one, the kernel counts the step
                 end = min(start + length, master.numel())
-                last = batch.take_part(found[key], key, start, end) if key in found else None
+                last = window.take_part(found[key], key, start, end) if key in found else None
                 gradient = accumulated.part_with_last(key, last, start, end)
                 if step.clip is not None:
                     clamp([gradient], step.clip)
@@ -350,11 +350,11 @@ class BucketStepper:
     def _finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
         self._gradients.accumulated[bucket].forget(step.outside)
-        if step.batch is not None:
-            if step.batch.readiness is not None:
-                step.batch.readiness.used()
+        if step.window is not None:
+            if step.window.readiness is not None:
+                step.window.readiness.used()
             if not step.keeps:
-                step.batch.release(bucket)
+                step.window.release(bucket)
             self._pool.look_again()  # the bucket may have had no memory, and be the last one that was complete
         if not self._staleness:
             bucket.publish(step.number)

@@ -36,7 +36,7 @@ from lightning_roundpipe.memory.param_buckets import ParamBucket
 
 MESSAGE = 2**25
 """Bytes of a message at most. At 10 Gbit/s it takes 30 milliseconds, and its latency does not count."""
-FLYING = 4
+MAX_IN_FLIGHT = 4
 """Messages on their way at most."""
 KINDS = ("samples", "targets", "sum", "a function")
 """What microbatches are weighed by, on all machines alike."""
@@ -69,7 +69,7 @@ class _Message:
 
 
 @dataclass
-class _Flying:
+class _InFlight:
     """A message of gradients or weights on its way.
 
     Attributes:
@@ -109,11 +109,11 @@ class GradientExchange:
         """Buckets in the order in which they are sent. That of parameters of no layer is complete last."""
         self.sent = 0
         self._dtype = dtype
-        self._flying: deque[_Flying] = deque()
-        self._there: list[tuple[ParamBucket, dict[int, Tensor]]] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._complete: list[tuple[ParamBucket, dict[int, Tensor]]] = []
         self._present: dict[ParamBucket, set[int]] = {}
         self._free: dict[torch.dtype, list[Tensor]] = {}
-        self._weights: deque[_Flying] = deque()
+        self._weights: deque[_InFlight] = deque()
         self._updated: list[ParamBucket] = []
         """Buckets whose new weights are there."""
         self._asynchronous = False
@@ -176,8 +176,8 @@ class GradientExchange:
 
     def begin(self) -> None:
         """Drop what a failed step has left."""
-        self._flying.clear()
-        self._there.clear()
+        self._in_flight.clear()
+        self._complete.clear()
         self._present.clear()
         self._weights.clear()
         self._updated.clear()
@@ -190,19 +190,19 @@ class GradientExchange:
         """
         mine = dict(gradients)
         if not _trained(bucket):
-            self._there.append((bucket, mine))
+            self._complete.append((bucket, mine))
         for message in _messages(bucket):
-            while len(self._flying) >= FLYING:
-                self._land()
+            while len(self._in_flight) >= MAX_IN_FLIGHT:
+                self._wait_oldest()
             self._send(bucket, message, mine)
-        while self._flying and self._flying[0].work.is_completed():
-            self._land()
+        while self._in_flight and self._in_flight[0].work.is_completed():
+            self._wait_oldest()
         return self._taken()
 
     def rest(self) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
         """Wait for all messages, and return the remaining buckets with their sums."""
-        while self._flying:
-            self._land()
+        while self._in_flight:
+            self._wait_oldest()
         return self._taken()
 
     def summed(self, gradients: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -235,18 +235,18 @@ class GradientExchange:
         self.sent += buffer.nbytes
         if (to := self._receiver(bucket)) is None:
             work = self.peers.start(dist.all_reduce, buffer, GRADIENTS)  # [2]
-            self._flying.append(_Flying(message, bucket, buffer, work, gradients))
+            self._in_flight.append(_InFlight(message, bucket, buffer, work, gradients))
             return
         others = [other for other in range(self.peers.size) if other != to]
         received = self._buffer(dtype, size * len(others)) if to == self.peers.rank else None
         tensor = buffer if received is None else received
         work = self.peers.deliver(tensor, others, to, GRADIENTS)  # [4]
-        self._flying.append(_Flying(message, bucket, buffer, work, gradients, received))
+        self._in_flight.append(_InFlight(message, bucket, buffer, work, gradients, received))
 
     @torch.no_grad()
-    def _land(self) -> None:
+    def _wait_oldest(self) -> None:
         """Wait for the oldest message, and unpack it [3]."""
-        flying = self._flying.popleft()
+        flying = self._in_flight.popleft()
         message, bucket, buffer = flying.message, flying.bucket, flying.buffer
         self.peers.wait(flying.work, f"the gradients of bucket {bucket.index}")
         total = buffer
@@ -264,9 +264,9 @@ class GradientExchange:
             self._free.setdefault(memory.dtype, []).append(_whole(memory))
         if message.last:
             self._present.pop(bucket, None)
-            self._there.append((bucket, flying.gradients))
+            self._complete.append((bucket, flying.gradients))
 
-    def _unpack(self, flying: _Flying, buffer: Tensor) -> None:
+    def _unpack(self, flying: _InFlight, buffer: Tensor) -> None:
         message, bucket = flying.message, flying.bucket
         masters = _trained(bucket) if message.first else []
         if message.first:
@@ -296,15 +296,15 @@ class GradientExchange:
         if not messages:
             self._updated.append(bucket)
         for message in messages:
-            while len(self._weights) >= FLYING:
-                self._arrive()
+            while len(self._weights) >= MAX_IN_FLIGHT:
+                self._wait_oldest_weights()
             buffer = self._buffer(message.dtype, message.size)
             if self.owns(bucket):
                 for master, elements, part in message.parts(buffer):
                     part.copy_(master.data.reshape(-1)[elements])
                 self.sent += buffer.nbytes
             work = self.peers.start(dist.broadcast, buffer, WEIGHTS, src=self.owner[bucket])
-            self._weights.append(_Flying(message, bucket, buffer, work))
+            self._weights.append(_InFlight(message, bucket, buffer, work))
 
     def weights(self, *, wait: bool) -> list[ParamBucket]:
         """Return buckets whose new weights are there [6], each once.
@@ -313,12 +313,12 @@ class GradientExchange:
             wait: whether to wait for all.
         """
         while self._weights and (wait or self._weights[0].work.is_completed()):
-            self._arrive()
+            self._wait_oldest_weights()
         there, self._updated = self._updated, []
         return there
 
     @torch.no_grad()
-    def _arrive(self) -> None:
+    def _wait_oldest_weights(self) -> None:
         """Wait for the oldest message of weights, and unpack it."""
         weights = self._weights.popleft()
         self.peers.wait(weights.work, f"the weights of bucket {weights.bucket.index}")
@@ -349,7 +349,7 @@ class GradientExchange:
         return found, not total[1, -1]
 
     def _taken(self) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
-        there, self._there = self._there, []
+        there, self._complete = self._complete, []
         return there
 
     def _travelling(self, dtype: torch.dtype) -> torch.dtype:

@@ -1,9 +1,9 @@
-"""Gradients between optimizer steps: what batches have accumulated, and what ``.grad`` shows.
+"""Gradients between optimizer steps: what windows have accumulated, and what ``.grad`` shows.
 
-    a batch that no step follows ── its gradients are added, bucket by bucket ── [1]
-    a step ── the sum with its last batch's gradients, which goes to the optimizer ── [2]
+    a window that no step follows ── its gradients are added, bucket by bucket ── [1]
+    a step ── the sum with its last window's gradients, which goes to the optimizer ── [2]
     a hook, an evaluation, a checkpoint ── ``.grad`` shows what plain training leaves there ── [3]
-    the next batch ── takes it back, with what user code has changed ── [4]
+    the next window ── takes it back, with what user code has changed ── [4]
 
 [1] and [2] run on the optimizer's thread. [3] and [4] run on the main thread, while nothing is submitted.
 """
@@ -21,7 +21,7 @@ from lightning_roundpipe.memory.param_buckets import ParamBucket
 
 
 class Accumulated:
-    """The gradients of one bucket that batches have accumulated for the next optimizer step. Steps reuse its memory.
+    """The gradients of one bucket that windows have accumulated for the next optimizer step. Steps reuse its memory.
 
     Those of masters outside of the optimizer are accumulated over all steps, as in plain training.
 
@@ -35,7 +35,7 @@ class Accumulated:
         self.shown = False
 
     def add(self, gradients: Mapping[int, Tensor]) -> None:
-        """Add the gradients of a batch [1]."""
+        """Add the gradients of a window [1]."""
         for key, gradient in gradients.items():
             if key in self._present:
                 self._memory[key].add_(gradient)
@@ -46,17 +46,17 @@ class Accumulated:
         self._present |= gradients.keys()
 
     def with_last(self, gradients: dict[int, Tensor], outside: AbstractSet[int]) -> dict[int, Tensor]:
-        """Return the sum with the last batch's ``gradients`` [2]; these themselves where nothing was accumulated."""
+        """Return the sum with the last window's ``gradients`` [2]; these themselves where nothing was accumulated."""
         kept = self._present | outside
         self.add({key: gradient for key, gradient in gradients.items() if key in kept})
         return gradients | self.present()
 
     def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
-        """Return the sum for the numbers ``start`` to ``end`` of one gradient, accumulated, in the last batch, or both.
+        """Return the sum for numbers ``start`` to ``end`` of one gradient, accumulated, in the last window, or both.
 
         Args:
             key: id of the master.
-            gradient: these numbers of the last batch's gradient; None if it has none.
+            gradient: these numbers of the last window's gradient; None if it has none.
             start: the first number.
             end: behind the last number.
         """
@@ -93,9 +93,9 @@ class WindowGradients:
         outside: returns the ids of the masters that the optimizer does not hold. A step does not use their gradients.
 
     Attributes:
-        accumulated: what batches have accumulated, by bucket.
-        is_open: whether a batch has been accumulated that no step has used.
-        keeps: whether the gradients that a step has used stay until the next batch, for `show`. Otherwise the gradients
+        accumulated: what windows have accumulated, by bucket.
+        is_open: whether a window has been accumulated that no step has used.
+        keeps: whether gradients that a step has used stay until the next window, for `show`. Otherwise the gradients
             of other layers take their memory.
     """
 
@@ -108,8 +108,8 @@ class WindowGradients:
         self._used_in: Sequence[HostGradSums] = ()
         """The sums whose memory these lie in."""
         self._shown: dict[int, Tensor] | None = {}
-        """What `show` has put into ``.grad`` since the last batch, by id of the master; None if it was not called.
-        Before the first batch, all that is in ``.grad`` is user code's."""
+        """What `show` has put into ``.grad`` since the last window, by id of the master; None if it was not called.
+        Before the first window, all that is in ``.grad`` is user code's."""
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class WindowGradients:
         gradients = self._present() if self.is_open else _together(self._used.values()) | self._present()
         if not self.is_open:
             for total in self._used_in:
-                total.handed_out = True  # the next batch must not reuse memory that user code has kept
+                total.handed_out = True  # the next window must not reuse memory that user code has kept
         for bucket in self._buckets:
             self.accumulated[bucket].shown = True
             for master in bucket.masters:

@@ -32,15 +32,15 @@ class WorkerPlace:
         self._end: Event | None = None
         self._held: list[TrackedTensors] = []
 
-    def run(self, given: Sequence[Tensor], step: Callable[[list[Tensor]], list[Change]]) -> list[Tensor]:
+    def run(self, sources: Sequence[Tensor], step: Callable[[list[Tensor]], list[Change]]) -> list[Tensor]:
         """See `Place`."""
         self.finish()
         device, copying, computing = self._device, self._device.updates_copy, self._device.updates
         try:
-            copies = [device.device_like(tensor, computing, lent=True) for tensor in given]
+            copies = [device.device_like(tensor, computing, lent=True) for tensor in sources]
             self._held.append(device.track(copies, _PURPOSE))
             copying.wait(computing.record())
-            for there, here in zip(copies, given, strict=True):  # [1]
+            for there, here in zip(copies, sources, strict=True):  # [1]
                 copying.copy(there, here)
             computing.wait(copying.record())
             with computing.running():  # [2]

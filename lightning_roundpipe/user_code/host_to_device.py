@@ -43,8 +43,8 @@ class HostToDeviceCopier:
             return None if where is None else self.bring(args[0], where, dtype)
         if name in ("tensor", "as_tensor", "new_tensor") and not kwargs.get("requires_grad"):
             kwargs = dict(kwargs)
-            given = kwargs.pop("device", args[0].device if name == "new_tensor" else None)
-            where = None if given is None else self._home_of(given)
+            device = kwargs.pop("device", args[0].device if name == "new_tensor" else None)
+            where = None if device is None else self._home_of(device)
             data = args[1 if name == "new_tensor" else 0 :]
             if where is None or len(data) != 1 or (isinstance(data[0], Tensor) and data[0].device.type != "cpu"):
                 return None
@@ -54,9 +54,9 @@ class HostToDeviceCopier:
             return self.bring(make(data[0], **kwargs), where)
         return None
 
-    def _home_of(self, given: Any) -> torch.device | None:
-        """Return the worker's device that ``given`` means; None if it means another one."""
-        asked = torch.device(given)
+    def _home_of(self, device: Any) -> torch.device | None:
+        """Return the worker's device that ``device`` means; None if it means another one."""
+        asked = torch.device(device)
         homes = {str(device.torch_device): device.torch_device for device in self._devices}
         if len(homes) > 1 and ":" not in str(asked):
             asked = torch.device(asked.type, torch.accelerator.current_device_index())
@@ -87,8 +87,8 @@ def _parse_move(
 ) -> tuple[torch.device | str, torch.dtype | None] | None:
     """Return the device and dtype asked of ``Tensor.to`` or ``cuda``; None without device or with memory format."""
     if name == "cuda":
-        given = args[0] if args else kwargs.get("device")
-        return None if len(args) > 1 or kwargs.get("memory_format") else (_cuda(given), None)
+        device = args[0] if args else kwargs.get("device")
+        return None if len(args) > 1 or kwargs.get("memory_format") else (_cuda(device), None)
     parse: Any = torch._C._nn._parse_to
     try:
         device, dtype, _, memory_format = parse(*args[:3], **{k: v for k, v in kwargs.items() if k != "copy"})
@@ -97,10 +97,10 @@ def _parse_move(
     return None if device is None or memory_format is not None else (device, dtype)
 
 
-def _cuda(given: Any) -> torch.device:
-    if isinstance(given, int):
-        return torch.device("cuda", given)
-    return torch.device("cuda" if given is None else given)
+def _cuda(device: Any) -> torch.device:
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    return torch.device("cuda" if device is None else device)
 
 
 def _is_plain(tensor: Tensor) -> bool:

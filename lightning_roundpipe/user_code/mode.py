@@ -146,8 +146,8 @@ class UserCodeMode(TorchFunctionMode):
                 args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
             if func is torch.autograd.grad:
-                given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
-                refuse_across(given["outputs"], given["inputs"], self.proxies.masters_of(given["inputs"]))
+                named = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+                refuse_across(named["outputs"], named["inputs"], self.proxies.masters_of(named["inputs"]))
             if func is Tensor.backward and kwargs.get("inputs") is not None:
                 refuse_across(args[0], kwargs["inputs"], self.proxies.masters_of(kwargs["inputs"]))
             result = self._call(func, name, args, kwargs)
@@ -163,8 +163,8 @@ class UserCodeMode(TorchFunctionMode):
 
         Torch leaves the mode around its own function.
         """
-        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
-        grads = torch.autograd._make_grads(tensors, given, is_grads_batched=False)
+        grad_list = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
+        grads = torch.autograd._make_grads(tensors, grad_list, is_grads_batched=False)
         retain = create_graph if retain_graph is None else retain_graph
         with self:
             _engine_run_backward(
@@ -184,8 +184,8 @@ class UserCodeMode(TorchFunctionMode):
         self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
         return written
 
-    def _settle_buffers(self, given: Any) -> None:
-        found = (self._buffers.awaits(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor))
+    def _settle_buffers(self, value: Any) -> None:
+        found = (self._buffers.awaits(leaf) for leaf in tree_iter(value) if isinstance(leaf, Tensor))
         if buffer := next(filter(None, found), ""):
             self.met_buffer = buffer
             self._run_unlocked(self._buffers.settle)

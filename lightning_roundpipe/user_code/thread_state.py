@@ -70,7 +70,7 @@ class _Entered:
                 self._entering().enter_context(autocast)
         self._before = torch.is_grad_enabled()
         if self._before != state.grad:
-            torch._C._set_grad_enabled(state.grad)
+            torch.set_grad_enabled(state.grad)
         for local in state.locals:
             local.enter()
 
@@ -80,7 +80,7 @@ class _Entered:
         return self._around
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self._before)
+        torch.set_grad_enabled(self._before)
         if self._around is not None:
             self._around.__exit__(*error)
 

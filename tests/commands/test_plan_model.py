@@ -385,7 +385,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         ((*TINY[:2], "lora.r=4"), "lora.r= is about adapters, and lora=none has none"),
         (
             (*TINY[:2], "lora=all_linear", "lora.target_modules=[qproj]"),
-            "Target modules {'qproj'} not found in the base model. Its linear layers are q_proj, k_proj, v_proj",
+            "Target modules {'qproj'} not found in the base model. Please check the target modules and try again",
         ),
         ((*TINY[:2], "model.hiden_size=4"), "Did you mean hidden_size?"),
         (

@@ -68,7 +68,7 @@ def write(folder: Path, kind: str, records: list[dict[str, Any]]) -> Path:
 
 def module(path: Path, **settings: Any) -> TextFiles:
     options: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "vocab_size": 300, "sequence_length": 64, "batch_size": 1}
-    options |= {"rows": "padded", "validation_path": path, "cache_folder": path.parent / "cache"} | settings
+    options |= {"rows": "padded", "validation_path": path} | settings
     return TextFiles(path, **options)
 
 

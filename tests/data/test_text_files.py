@@ -42,7 +42,7 @@ def questions(number: int = 40) -> list[Any]:
 
 def module(path: Path, **settings: Any) -> TextFiles:
     options: dict[str, Any] = {"sequence_length": 32, "batch_size": 4, "validation_fraction": 0.2} | settings
-    options = {"tokenizer": tiny_tokenizer(), "vocab_size": 300, "cache_folder": path.parent / "cache"} | options
+    options = {"tokenizer": tiny_tokenizer(), "vocab_size": 300} | options
     return TextFiles(path, **options)
 
 

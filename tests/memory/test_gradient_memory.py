@@ -229,7 +229,7 @@ def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     thread = waiting(pool)
     updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)
-    step: Any = SimpleNamespace(batch=batch, keeps=False, outside=frozenset(), number=1)
+    step: Any = SimpleNamespace(window=batch, keeps=False, outside=frozenset(), number=1)
     updates.stepper._finish(step, layer.bucket)
     thread.join(PATIENCE_S)
     updates.close()

@@ -33,7 +33,7 @@ def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[
 
 def _open(user: User, **settings: Any) -> None:
     options: dict[str, Any] = {"path": user.folder, "tokenizer": tokenizers.tiny_tokenizer(), "vocab_size": 300}
-    options |= {"sequence_length": 16, "batch_size": 1, "cache_folder": user.folder / "cache"} | settings
+    options |= {"sequence_length": 16, "batch_size": 1} | settings
     TextFiles(**options).setup("fit")
 
 
@@ -103,8 +103,8 @@ DATA = [
         (command("data=texts", "data.path=here"), command("data=completions", "data.path=here"))),
     Mistake(SECTION, "`data.tokenizer` that is not there", "data.tokenizer='…' is not a folder",
         "Name one that a tokenizer's save_pretrained() wrote", (_reading(QUESTION, tokenizer="nowhere"),)),
-    Mistake(SECTION, "`data.tokenizer` that is broken", "data.tokenizer='…' cannot be read", "Copy it again",
-        (_broken_tokenizer,)),
+    Mistake(SECTION, "`data.tokenizer` that is broken", "data.tokenizer='…': … cannot be read",
+        "repair: copy or download the folder again", (_broken_tokenizer,)),
     Mistake(SECTION, "a tokenizer that does not say where its tokens stand",
         "data.tokenizer: … does not say which characters a token stands for",
         "Take the fast kind of it (tokenizer.json)", (_reading(QUESTION, tokenizer=_Slow()),)),

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import zoo
-from lightning.fabric import Fabric
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, TransformerEnginePrecision
 from torch.amp import GradScaler
 
@@ -40,7 +39,7 @@ MICROBATCHES = [
         (options(loss_weight=3), options(loss_weight="tokens"))),
     Mistake(SECTION, "`loss_weight` gives something other than a number", "loss_weight returned … for microbatch 0",
         "it must give one number",
-        (options(loss_weight=lambda part: "many"), options(loss_weight=lambda part: part["y"]))),
+        tuple(options(loss_weight=weigh) for weigh in (lambda _: "many", lambda part: part["y"], lambda _: 10**400))),
     Mistake(SECTION, "`loss_weight` gives weights that are negative, not finite, or all 0",
         "loss_weight returned … for the microbatches", "weights must be finite, at least 0, and not all 0",
         tuple(options(loss_weight=lambda part, w=w: w) for w in (-1, 0, float("nan")))),
@@ -194,10 +193,6 @@ OTHERS = [
         (lambda user: user.fit(LooksAtGradients(zoo.make_module("mlp").model), staleness=1),)),
     Mistake(SECTION, "`staleness` is neither 0 nor 1", "staleness=… must be", "0 (exact training) or 1",
         tuple(options(staleness=given) for given in (2, "0"))),
-    Mistake(SECTION, "an option that does not exist", "RoundPipeStrategy has no option …",
-        "Did you mean num_microbatches?", (options(num_micro_batches=8),)),
-    Mistake(SECTION, "an option of the Trainer", "RoundPipeStrategy has no option …",
-        "It is an option of the Trainer", (options(accumulate_grad_batches=8), options(callbacks=[]))),
     Mistake(SECTION, "`overlap` is neither true nor false", "overlap=… must be", "True or False",
         (options(overlap="no"), options(overlap=0))),
     Mistake(SECTION, "`evaluation_batches` is no number, 0 or negative", "evaluation_batches=… must be",
@@ -306,10 +301,6 @@ TRAINER = [
     Mistake(SECTION, "LBFGS in fp16",
         "precision='…' skips steps whose gradients overflow, and LBFGS computes gradients within its step",
         "use another optimizer, or a bf16 precision", (_lbfgs_in_fp16,)),
-    Mistake(SECTION, "the name in Fabric",
-        "strategy='roundpipe' is a strategy of the Trainer, and Fabric cannot run it",
-        "set lightning.pytorch.Trainer(strategy='roundpipe')",
-        (lambda user: Fabric(accelerator="cpu", strategy="roundpipe"),)),
     Mistake(SECTION, "several processes, and `num_nodes` is 1",
         "the roundpipe strategy runs in one process on a machine, and … were asked for",
         "start the script with plain `python`",

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.planning import Plan
-from lightning_roundpipe.reports.timeline import draw_timeline, write_trace
+from lightning_roundpipe.reports.pictures import draw_steps
+from lightning_roundpipe.reports.traces import write_trace
 
 PLAN = "forward 0-9 10-19; fused 20-29; backward 16-19 12-15 8-11 4-7 0-3; round 4"
 FORWARD_S, BACKWARD_S = 0.010, 0.020
@@ -87,7 +88,7 @@ def is_picture(path: Path, least_width: int = 1000) -> bool:
 
 @pytest.mark.parametrize("size", [{}, TINY], ids=["a step", "very little"])
 def test_picture_of_a_step(size: dict[str, Any], tmp_path: Path) -> None:
-    draw_timeline(synthetic(**size), tmp_path / "step.png", title="A step")
+    draw_steps({"A step": synthetic(**size)}, tmp_path / "step.png")
     assert is_picture(tmp_path / "step.png")
 
 
@@ -98,7 +99,7 @@ def test_trace_holds_every_event(tmp_path: Path) -> None:
     """Times begin with the earliest event, which may be an upload ahead of the step."""
     report = synthetic()
     report["events"].append(report["events"][0] | {"start_s": -0.5, "end_s": -0.4})
-    write_trace(report, tmp_path / "trace.json")
+    write_trace({"A step": report}, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     complete = [record for record in trace["traceEvents"] if record["ph"] == "X"]
     assert len(complete) == len(report["events"])
@@ -106,16 +107,16 @@ def test_trace_holds_every_event(tmp_path: Path) -> None:
     names = {
         record["pid"]: record["args"]["name"] for record in trace["traceEvents"] if record["name"] == "process_name"
     }
-    assert names[written["pid"]] == f"worker {given['worker']}"
+    assert names[written["pid"]] == f"A step: worker {given['worker']}"
     assert written["ts"] == pytest.approx(1e6 * (given["start_s"] + 0.5))
     assert written["dur"] == pytest.approx(1e6 * (given["end_s"] - given["start_s"]))
     assert written["args"]["stage"] == "B5"
-    assert trace["otherData"]["plan"] == PLAN
+    assert trace["otherData"]["A step"]["plan"] == PLAN
 
 
 def test_nothing_overlaps_on_a_track_of_the_trace(tmp_path: Path) -> None:
     """Perfetto drops or misplaces events that overlap on one track without being nested."""
-    write_trace(synthetic(), tmp_path / "trace.json")
+    write_trace({"A step": synthetic()}, tmp_path / "trace.json")
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for record in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
         if record["ph"] == "X":
@@ -126,7 +127,7 @@ def test_nothing_overlaps_on_a_track_of_the_trace(tmp_path: Path) -> None:
 
 
 def test_without_a_step_nothing_is_written(tmp_path: Path) -> None:
-    for write in (draw_timeline, write_trace):
+    for write in (draw_steps, write_trace):
         with pytest.raises(ValueError, match="no training step has finished yet"):
-            write({}, tmp_path / "step")
+            write({"A step": {}}, tmp_path / "step")
     assert not [*tmp_path.iterdir()]

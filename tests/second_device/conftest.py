@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,4 +25,10 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return trainers_on_devices(monkeypatch)
 
 
-Make = Callable[..., list[Any]]
+@pytest.fixture
+def queues(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """What is enqueued is done later: at random, or as a test says by its parameter."""
+    from second_device.late import late
+
+    with late(getattr(request, "param", "random")) as made:
+        yield made

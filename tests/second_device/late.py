@@ -1,7 +1,8 @@
 """The device type with asynchronous execution: what is enqueued on a stream is done later, in a thread of its own.
 
     operation, copy ── its shapes are found, memory is taken, and it is queued on the thread's current stream ── [1]
-    a stream's queue ── in order; which of the streams goes on is drawn by lot, and so is how long nothing does ── [2]
+    a stream's queue ── in order; which of the streams goes on is drawn by lot, and so is how long nothing does;
+                        or nothing is done until the host waits for something ── [2]
     the host reads a number, or waits for an event ── until the queue has come that far ── [3]
     a tensor dies ── its memory is what its stream takes next, though other streams may still read it ── [4]
 
@@ -19,12 +20,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from second_device import backend
+
+Order = Literal["random", "idle", "newest first"]
+"""How streams go on: at random; or when the host waits, as far as they can, the oldest or the newest stream first."""
 
 Key = tuple[int, int]
 """The number of a device, and that of a stream."""
@@ -41,14 +45,10 @@ class Mark:
 
 
 class Streams:
-    """The queues, and the thread that works on them.
+    """The queues, and the thread that works on them."""
 
-    Args:
-        seed: of what is drawn.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._drawn = random.Random(seed)
+    def __init__(self, order: Order) -> None:
+        self._drawn, self._order = random.Random(0), order
         self._queues: dict[Key, deque[Callable[[], object] | Mark | tuple[Mark]]] = {}
         self._changed = threading.Condition()
         self._waiting = 0
@@ -62,6 +62,8 @@ class Streams:
     def add(self, key: Key, what: Callable[[], object] | Mark | tuple[Mark]) -> None:
         """Queue an operation; a mark to be reached; or, in a tuple, one to be waited for."""
         with self._changed:
+            if key not in self._queues and self._order == "newest first":
+                self._queues = {key: deque(), **self._queues}
             self._queues.setdefault(key, deque()).append(what)
             self._changed.notify_all()
 
@@ -109,10 +111,11 @@ class Streams:
             while not self._ends:
                 self._advance()
                 ready = [queue for queue in self._queues.values() if queue and callable(queue[0])]
-                if ready and (self._waiting or self._drawn.random() < 0.5):
-                    slow = self._drawn.random() < 0.8  # so that one stream is often far behind the others
+                drawn = self._order == "random"
+                if ready and (self._waiting or (drawn and self._drawn.random() < 0.5)):
+                    slow = not drawn or self._drawn.random() < 0.8  # so that one stream is often far behind the others
                     queue = ready[0] if slow else self._drawn.choice(ready)
-                    if slow and self._drawn.random() < 0.02:
+                    if drawn and slow and self._drawn.random() < 0.02:
                         self._shuffle()
                     return queue.popleft()  # type: ignore[return-value]
                 self.delays += bool(ready)
@@ -182,14 +185,10 @@ def _resolved(value: Any) -> Any:
 
 
 class Late:
-    """The device type with queues.
+    """The device type with queues."""
 
-    Args:
-        seed: of what is drawn.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.streams = Streams(seed)
+    def __init__(self, order: Order) -> None:
+        self.streams = Streams(order)
         self.synchronous: dict[str, int] = {}
         """Operations for which the host waited, as their results' shapes are not known before."""
 
@@ -327,9 +326,9 @@ class _Later(ctypes.Structure):
 
 
 @contextlib.contextmanager
-def late(seed: int) -> Iterator[Late]:
+def late(order: Order = "random") -> Iterator[Late]:
     """Within, what is enqueued on the device type is done later."""
-    made = Late(seed)
+    made = Late(order)
     numbers, marks = itertools.count(1), dict[int, Mark]()
 
     def record(index: int, stream: int) -> int:

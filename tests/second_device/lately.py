@@ -10,13 +10,12 @@ Tests fail, too, that are about the CPU: code of theirs that calls ``numpy()``, 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
 from second_device import backend
-from second_device.late import Streams, late
+from second_device.late import late
 from second_device.play import trainers_on_devices
 
 backend.register()  # before autograd first runs, as it counts devices then
@@ -25,15 +24,5 @@ backend.register()  # before autograd first runs, as it counts devices then
 @pytest.fixture(autouse=True)
 def _lately(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trainers_on_devices(monkeypatch)
-    add = Streams.add
-
-    def add_in_front(self: Streams, key: tuple[int, int], what: object) -> None:
-        with self._changed:
-            if key not in self._queues:
-                self._queues = {key: deque(), **self._queues}
-        add(self, key, what)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Streams, "add", add_in_front)
-    with late(0) as made:
-        monkeypatch.setattr(made.streams._drawn, "random", lambda: 0.7)
+    with late("newest first"):
         yield

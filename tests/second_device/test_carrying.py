@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,9 @@ from torch import Tensor
 from traps import Block, Net
 
 from lightning_roundpipe.engine import carrying
-from second_device.late import Late, late
+from second_device.late import Late
 
-
-@pytest.fixture(params=["random", "idle"])
-def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
-    """Streams go on at random, or not before the host waits."""
-    with late(0) as made:
-        if request.param == "idle":
-            monkeypatch.setattr(made.streams._drawn, "random", lambda: 0.7)
-        yield made
+at_random_and_idle = pytest.mark.parametrize("queues", ["random", "idle"], indirect=True)
 
 
 class _Saved(torch.autograd.Function):
@@ -59,6 +51,7 @@ class Wide(Net):
         return h
 
 
+@at_random_and_idle
 @pytest.mark.parametrize("workers", [1, 2])
 def test_user_code_writes_to_products_that_are_on_their_way(workers: int, devices: list[Any], queues: Late) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -95,6 +88,7 @@ def test_products_of_two_calls_are_on_their_way_at_most(
     assert most == 2 * 2  # each block has two products
 
 
+@at_random_and_idle
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_no_bit_depends_on_what_is_carried(name: str, devices: list[Any], queues: Late) -> None:
     module, batches = zoo.make_module(name), zoo.make_batches(name)

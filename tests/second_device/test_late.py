@@ -48,17 +48,11 @@ HOME = torch.device("played", 0)
 
 
 @pytest.fixture
-def queues() -> Iterator[Late]:
-    with late(0) as made:
-        yield made
-
-
-@pytest.fixture
-def idle(queues: Late, monkeypatch: pytest.MonkeyPatch) -> Late:
+def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """Nothing is done until the host waits; then in the order of streams' first operations."""
-    monkeypatch.setattr(queues.streams._drawn, "random", lambda: 0.7)
-    play(monkeypatch)
-    return queues
+    with late("idle") as made:
+        play(monkeypatch)
+        yield made
 
 
 @pytest.mark.parametrize("waits", [True, False])

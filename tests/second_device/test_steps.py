@@ -39,7 +39,7 @@ def test_devices_step_as_the_host_does(trainer: dict[str, Any], shared: bool, mo
         module = Trained(BY_LAYER["MuonAdamW"])
         return run(strategy, module, rows(6), devices=2, accumulate_grad_batches=2, watch=False, **trainer)
 
-    with late(0) as queues:
+    with late() as queues:
         trainers_on_devices(monkeypatch, shared=shared)
         host, device = fit("cpu"), fit("worker")
         assert queues.streams.delays, "everything was done at once"

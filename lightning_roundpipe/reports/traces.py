@@ -1,8 +1,4 @@
-"""Reports of steps as a picture and as a Chrome trace, which https://ui.perfetto.dev opens.
-
-The input is the report of a finished step, so both show what ran, or one of simulated steps in the same form
-(`planned.report_of`). Times in a report are seconds from the start of the step.
-"""
+"""Reports of steps as a Chrome trace, which https://ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -12,37 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from lightning_roundpipe.engine.events import COMPUTE
-from lightning_roundpipe.reports.pictures import bars_of, draw_steps, stage_names
+from lightning_roundpipe.reports.pictures import bars_of, stage_names
 
 
-def draw_timeline(report: Mapping[str, Any], path: Path, title: str = "RoundPipe") -> None:
-    """Draw the step to ``path``, whose folder must exist. The title shows the step time and the bubble.
-
-    Args:
-        report: what ``RoundPipeStrategy.report()`` returns.
-        path: the file to write; its suffix is the format (png, pdf, svg).
-        title: a few words in bold before that.
-
-    Raises:
-        ValueError: no training step has finished yet.
-    """
-    draw_steps({title: report}, path)
-
-
-def write_trace(report: Mapping[str, Any], path: Path) -> None:
-    """Write the step as a Chrome trace. Each worker is a process.
+def write_trace(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Write steps into one Chrome trace. Each worker is a process, whose name begins with the title of its step.
 
     Copies of different kinds overlap in time, which one track cannot show, so every kind has its own. ``otherData`` has
-    the report's other values.
+    the reports' other values.
+
+    Args:
+        reports: by title, what ``RoundPipeStrategy.report()`` or `planned.report_of` returns.
+        path: the file to write; its folder must exist.
 
     Raises:
         ValueError: no training step has finished yet.
     """
-    write_traces({"": report}, path)
-
-
-def write_traces(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write several reports into one trace. Names of processes begin with their titles."""
     spans: list[dict[str, Any]] = []
     names: dict[tuple[str, str], tuple[int, int]] = {}
     processes: dict[str, int] = {}
@@ -51,7 +32,7 @@ def write_traces(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         stages, events = stage_names(report), report["events"]
         earliest_s = min(event["start_s"] for event in events)  # a trace has no negative times
         for event in events:
-            process = f"{title}: worker {event['worker']}".removeprefix(": ")
+            process = f"{title}: worker {event['worker']}"
             track = "compute" if event["kind"] in COMPUTE else event["kind"].replace("_", " ")
             # Perfetto reads process 0 as the idle process of the kernel.
             pid = processes.setdefault(process, len(processes) + 1)
@@ -68,5 +49,5 @@ def write_traces(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     spans += [{"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": n}} for what, n, pid, tid in named]
     left_out = ("events", "stalls", "slots", "costs")
     facts = {title: {key: value for key, value in r.items() if key not in left_out} for title, r in reports.items()}
-    data = {"displayTimeUnit": "ms", "otherData": facts.get("", facts), "traceEvents": spans}
+    data = {"displayTimeUnit": "ms", "otherData": facts, "traceEvents": spans}
     path.write_text(json.dumps(data))

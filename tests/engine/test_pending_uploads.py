@@ -1,0 +1,71 @@
+"""A slot that closes before its last weights are published: its place is free behind their upload, not before."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import assert_same, ours, run
+from ordering import Ordering
+from patience import longer_each_try
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices import Event
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.worker import GradientSender, SlotMemory
+from lightning_roundpipe.updates import bucket_stepper
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
+
+
+class Skips(pl.LightningModule):
+    """The first layer is frozen, so it never waits for an update; some batches leave the others out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8).requires_grad_(False)
+        self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        h = self.first(batch["x"])
+        if not batch["skips"][0]:
+            h = self.third(self.second(h).tanh())
+        return h.square().mean() * torch.ones((), requires_grad=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@functools.partial(longer_each_try, each=(1.0, 4.0, 16.0))
+def test_its_place_is_free_behind_all_that_uses_it(times: float) -> None:
+    """The weights that were used, and those that no call has asked for, which arrive after the slot has closed."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(4, 8, generator=generator), "skips": torch.full((4,), n == 2)} for n in range(4)]
+    expected = run("auto", Skips(), batches, watch=False)
+    apply, free_place, ordered = BucketStepper._apply, GradientSender._free_place, list[bool]()
+
+    def late(*args: Any) -> None:
+        time.sleep(0.05 * times)
+        apply(*args)
+
+    def free(self: GradientSender, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
+        place, uploads = slot.weights.place, slot.weights.uploads
+        free_place(self, slot, memory, end, pending)
+        if pending:
+            assert place is not None
+            last = ordering.point_of(place.weights.last_use)
+            ordered.extend(last >= ordering.point_of(event) for event in (end, *(uploads[n].end for n in pending)))
+
+    strategy = ours(layers=["Linear"], num_microbatches=2, plan="forward none; fused 0-2; backward none; round 2")
+    with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
+        patch.setattr(bucket_stepper, "PIECE", 0)  # bucket by bucket
+        patch.setattr(BucketStepper, "_apply", late)
+        patch.setattr(GradientSender, "_free_place", free)
+        found = run(strategy, Skips(), batches, devices=1, watch=False)
+    assert_same(expected, found)
+    assert ordered, "no slot closed before its weights were published"
+    assert all(ordered)
