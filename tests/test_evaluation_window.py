@@ -9,8 +9,8 @@ import pytest
 import torch
 import torchmetrics
 from harness import MemoryLogger, ours, quiet, trainer_of
-from plain_oracle import PLAIN, Record, Recorder, assert_equal, kept, on_devices, train
-from test_window import Net, Stream, loader, rows, without_attributes
+from plain_oracle import PLAIN, Recorder, assert_equal, kept, on_devices, train
+from test_window import Net, Stream, loader, rows
 from torch.utils.data import DataLoader
 
 DEVICES = on_devices(3)
@@ -83,12 +83,20 @@ def stream() -> Any:
     return DataLoader(Stream(9), batch_size=2)
 
 
-def evaluate(devices: int, kind: str, loaders: Any, make: Any = Evaluated, error: Any = None, **options: Any) -> Any:
+def evaluate(
+    devices: int,
+    kind: str,
+    loaders: Any,
+    make: Any = Evaluated,
+    error: Any = None,
+    overlap: bool = True,
+    **options: Any,
+) -> Any:
     """Evaluate twice with one trainer; what hooks have found, what was logged and returned."""
     torch.manual_seed(1)
     module, memory = make(), MemoryLogger()
     module.calls = []
-    strategy = "auto" if devices == PLAIN else ours()
+    strategy = "auto" if devices == PLAIN else ours(overlap=overlap)
     options = {"callbacks": [Recorder(module.calls)], "logger": memory} | options
     trainer = trainer_of(strategy, devices=max(devices, 1), **options)
     given = {} if kind == "predict" else {"verbose": False}
@@ -97,7 +105,7 @@ def evaluate(devices: int, kind: str, loaders: Any, make: Any = Evaluated, error
         if error is not None:
             with pytest.raises(error):
                 getattr(trainer, kind)(module, loaders(), **given)
-            return without_attributes(Record(module.calls)), memory.lines
+            return module.calls, memory.lines
         returned = [kept(getattr(trainer, kind)(module, loaders(), **given)) for _ in range(2)]
     left = kept(module.state_dict()), kept(trainer.callback_metrics), module.seen, module.index
     return module.calls, memory.lines, returned, module.moved, left
@@ -173,3 +181,25 @@ def test_looking_ahead_is_bounded(devices: int) -> None:
     train(devices, Watches, training, val=lambda: DataLoader(Reading(40), batch_size=1), limit_train_batches=1)
     assert len(ahead) == 40
     assert max(ahead) <= 2 * max(devices, 1) + 2
+
+
+class Told(Evaluated):
+    """A hook in front of each batch and one behind it say what the step computes with."""
+
+    factor = 1.0
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.factor *= 1 + batch_idx
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.factor /= 2 + batch_idx
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) * self.factor
+
+
+@DEVICES
+def test_steps_that_depend_on_hooks_between_batches(devices: int) -> None:
+    """``overlap=False`` runs a batch between its hooks."""
+    plain, other = (evaluate(d, "validate", several, make=Told, overlap=False) for d in (PLAIN, devices))
+    assert_equal(plain, other)

@@ -178,6 +178,25 @@ def _own(module: nn.Module) -> dict[str, Any]:
     return kept({name: value for name, value in vars(module).items() if name[0] != "_"})
 
 
+class Switching(Net):
+    """Some batches set what they and later ones find behind each layer, which earlier ones of the window have not."""
+
+    factor = 1.0
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        if index in (0, 6, 9):
+            self.factor = -0.5 * self.factor
+        for block in self.blocks:
+            x = block(x) * self.factor
+        return x.square().mean()
+
+
+def test_no_microbatch_finds_what_a_later_one_has_set() -> None:
+    """One device runs the first stage of all microbatches before the second stage of any."""
+    options = {"plan": "forward 0-1; fused 2-3; backward 0-1; round 4"}
+    assert_plain(1, Switching, batches, accumulate_grad_batches=4, max_epochs=2, options=options)
+
+
 class ReadsFirstWritesLast(Net):
     """Reads in front of the layers what it writes behind them."""
 

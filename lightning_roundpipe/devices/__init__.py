@@ -45,11 +45,8 @@ def make_devices(
             ignore it.
 
     Raises:
-        ValueError: ``torch_devices`` is empty, ``kind`` is unknown, a GPU does not exist, or ``emulation`` is not the
-            default for GPUs.
+        ValueError: a GPU does not exist, or ``emulation`` is not the default for GPUs.
     """
-    if not torch_devices:
-        raise ValueError("devices: RoundPipe needs at least one device.")
     if kind == "cuda":
         if emulation != Emulation():
             raise ValueError(
@@ -59,8 +56,6 @@ def make_devices(
         from lightning_roundpipe.devices.cuda import make_cuda
 
         return make_cuda(torch_devices, pin_memory)
-    if kind == "cpu":
-        from lightning_roundpipe.devices.emulated import make_emulated
+    from lightning_roundpipe.devices.emulated import make_emulated
 
-        return make_emulated(torch_devices, emulation)
-    raise ValueError(f"accelerator: there are no devices of kind {kind!r}, only 'cpu' (emulated) and 'cuda'.")
+    return make_emulated(torch_devices, emulation)

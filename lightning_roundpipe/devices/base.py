@@ -285,12 +285,12 @@ class Device(ABC):
         for stream in self.all_streams:
             stream.drop_finished()
 
-    def named(self, *name: object) -> AbstractContextManager[None] | None:
-        """Return the context that marks the work enqueued inside for a profiler; None if there is none.
+    def named(self, *name: object) -> AbstractContextManager[None]:
+        """Return the context that marks the work enqueued inside for a profiler.
 
         The words of ``name``, joined by spaces, are its label.
         """
-        return None
+        return NOTHING
 
     def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
         """Count the tensors' storages as resident until the returned object is released.

@@ -16,6 +16,7 @@ from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
@@ -60,7 +61,7 @@ class WindowResult:
         microbatches: those that have a result: all, or those before the one that failed.
         gradients: the gradients behind their losses; None if there are none.
         error: what ``training_step`` of the microbatch behind them has raised.
-        show: lets hooks find what a microbatch has left on modules. Call it for each, in order.
+        show: lets hooks find what a microbatch has left on modules. Call it for each, in order, the failed one last.
     """
 
     microbatches: list[MicrobatchResult] = field(default_factory=list)
@@ -211,9 +212,13 @@ class Engine:
                 self.updates.offer(step.gradients)
         except Exception as error:
             failed = next((run.index for run in runs if run.result.error is error), None)
-            if not failed:  # it is not user code's, or no result comes before it
+            if failed is None or is_sticky(error):  # it is not user code's, or devices cannot give results any more
                 raise
-            return self._result_of(runs[:failed], step, runs[failed].result.error)
+            result = self._result_of(runs[: failed + 1], step, error)
+            if not failed:  # no result comes before it
+                result.show(0)
+                raise
+            return result
         finally:
             if not (step.spec.overlaps and step.gradients is not None):
                 self._drain()
@@ -274,13 +279,14 @@ class Engine:
         return context.logs
 
     def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
-        """Return what the microbatches have given, with modules as the last one has left them."""
+        """Return what the microbatches have given. ``error``: what the last one has raised."""
         shared, buffers = self.context.shared, self.model.buffers.take_history()
         shared.show(None)
-        result = WindowResult([run.result for run in runs], step.finish() if error is None else None, error)
+        gradients, given = (step.finish(), runs) if error is None else (None, runs[:-1])
+        result = WindowResult([run.result for run in given], gradients, error)
         kept = [run.sections.attributes for run in runs if run.sections.attributes is not None]
         if kept:
-            if any(run.turns.ended_early for run in runs):
+            if error is None and any(run.turns.ended_early for run in runs):
                 shared.store_latest(kept)
             shared.rewind()
             buffers.show(-1)

@@ -379,10 +379,11 @@ class Executor:
         draws = self._randomness.begin(layer.index, device, around.seed)
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else NOTHING
-        unmoved = replica.unregistered_tensors.unmoved(layer.name) if again else NOTHING
+        unregistered = replica.unregistered_tensors
+        unmoved = unregistered.unmoved(layer.name) if again and unregistered else NOTHING
         borrowing, cache = self._borrowing(call, replica), parametrize._cache
         compiled = self._compiler.compiled  # such code contains its hooks
-        observed = NOTHING if compiled else layer.observers.watched(replica.modules, again=again)
+        observed = (None if compiled else layer.observers.watched(replica.modules, again=again)) or NOTHING
         began = time.perf_counter()
         watched = NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
         carried: contextlib.AbstractContextManager[Any] = carrying or NOTHING
@@ -391,14 +392,16 @@ class Executor:
             with saved, unmoved, writes, watched, borrowing, observed, carried:
                 return collecting(forward, *built.args, **built.kwargs)
 
-        result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
+        try:
+            result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
+        finally:  # user code may catch what the layer raises
+            if draws:
+                self._randomness.end(layer.index)
         torch.set_grad_enabled(grad)  # the layer may have left it otherwise
         output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
-        if draws:
-            self._randomness.end(layer.index)
         now = [p._version for p in replica.parameters]
         written = (
             {i for i, (p, before) in enumerate(zip(now, own, strict=True)) if p != before} if now != own else set()
@@ -463,7 +466,7 @@ class Executor:
             keeps_baton or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
         )
         gives_up = not keeps_baton and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
-        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch) or NOTHING
+        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch)
         with Computing(self._baton, runner) if gives_up else NOTHING, device.acquire_core():
             start = compute.record(timed=True)
             runner.inside = layer.name, kind

@@ -183,7 +183,7 @@ class Microbatch(CallingThread):
             self.context.randomness.check()
 
     def _fail(self, error: BaseException, predecessors: Sequence[Microbatch]) -> None:
-        if isinstance(error, Exception) and predecessors and self.sections.phase == "forward":
+        if isinstance(error, Exception) and self.sections.phase == "forward":
             self._wait_for_predecessors(error, predecessors)
         self.spec.scope.fail(error)  # the main thread raises it
 

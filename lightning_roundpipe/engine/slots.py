@@ -194,10 +194,10 @@ class TicketQueue:
             self._waiting[ticket] = callback
             return True
 
-        runner.rank = slot.index + microbatch  # the pipeline's diagonal: no worker is left without work for long
-        if self._serving == ticket:
+        if self._serving == ticket:  # it keeps its rank, and thus the baton: to hand it over takes tens of microseconds
             self._baton.offer(runner)
         else:
+            runner.rank = slot.index  # the oldest slot first, as its worker's next one waits for its end
             self._baton.wait(runner, subscribe)
 
     def release(self, slot: Slot, microbatch: int) -> None:

@@ -336,12 +336,11 @@ class Worker:
         """
         self.device.drop_finished()
         upload = slot.weights.uploads[layer.index]
-        there = upload.enqueued.is_set and upload.end.done() and all(event.done() for event in inputs)
+        there = upload.enqueued.is_set and all(event.done() for event in (upload.end, *inputs))
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
             self._baton.wait(runner, upload.enqueued.then)
-        self.follow(upload.end, runner)
-        for event in inputs:
+        for event in (upload.end, *inputs):
             self.follow(event, runner)
         return could
 

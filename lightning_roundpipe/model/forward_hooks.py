@@ -32,11 +32,16 @@ class Observers:
     def __init__(self) -> None:
         self.acting: dict[tuple[int, str, int], bool] = {}
 
-    def watched(self, modules: Sequence[nn.Module], *, again: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a replica's run. ``modules`` have the layer's hooks; ``again``: it is a repetition."""
+    def watched(self, modules: Sequence[nn.Module], *, again: bool) -> contextlib.AbstractContextManager[None] | None:
+        """Return the context of a replica's run, if there are hooks.
+
+        Args:
+            modules: have the layer's hooks.
+            again: whether it is a repetition.
+        """
         held = [m.__dict__ for m in modules]
         if not (any(map(_FORWARD, held)) or any(map(_PRE, held))):
-            return contextlib.nullcontext()
+            return None
         return self._watched(modules, again)
 
     @contextlib.contextmanager

@@ -38,12 +38,9 @@ class UnregisteredTensors:
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
-    def unmoved(self, layer: str) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a recomputation of ``layer``. It skips tensors not written to since the last one."""
-        return self._unmoved(layer) if self._tensors else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _unmoved(self, layer: str) -> Iterator[None]:
+    def unmoved(self, layer: str) -> Iterator[None]:
+        """Return the context of a recomputation of ``layer``. It skips tensors not written to since the last one."""
         watched = [i for i, (_, tensor) in enumerate(self._tensors) if self._versions[i] != _version(tensor)]
         before = [self._tensors[i][1].detach().clone() for i in watched]
         yield

@@ -162,6 +162,8 @@ class Window:
         if microbatches[-1] >= len(result.microbatches):
             assert result.error is not None
             self._batches = []
+            for microbatch in range(microbatches[0], len(result.microbatches) + 1):
+                result.show(microbatch)
             raise result.error
         for microbatch in microbatches:
             result.show(microbatch)

@@ -4,7 +4,7 @@ They take turns in user code, and each of them has a view of what any of them ha
 
     what it has set itself ── [1]
     else, of an attribute that one of them has left changed (counters, metrics, "is initialised"), the latest value
-    ── persistent: it goes on from one to the next ── [2]
+    of those in front of it, and of those that have ended ── persistent: it goes on from one to the next ── [2]
     else the value at the beginning ── an attribute that is put back (PEFT's ``disable_adapter``, a flag around a
     reference pass) is private to each ── [3]
 
@@ -19,6 +19,7 @@ its value is kept for hooks. Containers that are changed in place are shared.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -181,7 +182,9 @@ class SharedAttributes:
     def begin(self) -> None:
         """Begin a window."""
         self.start: dict[Place, _Held] = {}
-        self.latest: dict[Place, _Held] = {}
+        self._latest: dict[Place, dict[AttributeView, _Held]] = {}
+        """What views have set, by place, the latest one last."""
+        self._views = itertools.count()
         self.present: AttributeView | None = None
         self.hooks = AttributeView(self)
         self._buffers: dict[int, tuple[nn.Module, str]] | None = None
@@ -193,13 +196,39 @@ class SharedAttributes:
             self._buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
         return self._buffers
 
+    def number(self) -> int:
+        """Return the place of a new view in the order of views."""
+        return next(self._views)
+
+    def note(self, place: Place, view: AttributeView, held: _Held) -> None:
+        """Note what a view has set."""
+        of_views = self._latest.setdefault(place, {})
+        of_views.pop(view, None)
+        of_views[view] = held
+
+    def latest(self, place: Place, to: AttributeView | None = None) -> _Held | None:
+        """Return the latest value that ``to`` finds of an attribute [2], or that there is; None if there is none."""
+        for view, held in reversed(self._latest.get(place, {}).items()):
+            if to is None or view.number <= to.number or view.ended:
+                return held
+        return None
+
+    def drop_hidden(self, place: Place) -> None:
+        """Drop values that no view finds any more: those from before one of a view that has ended."""
+        of_views = self._latest.get(place, {})
+        newest = next((view for view in reversed(of_views) if view.ended), None)
+        for view in [*of_views] if newest is not None else ():
+            if view is newest:
+                return
+            del of_views[view]
+
     def show(self, to: AttributeView | None) -> None:
         """Set attributes to a view; None: to that of the code behind the window."""
         if to is self.present is not None:
             return
         for place, held in self.start.items():
             if place in self.persistent and to is not self.hooks:
-                held = self.latest.get(place, held)
+                held = self.latest(place, to) or held
             held = to.values.get(place, held) if to is not None else held
             if not _alike(_read(held.holder, place[1]).value, held.value):
                 held.put(place[1])
@@ -224,7 +253,7 @@ class SharedAttributes:
         """
         for place, last in {place: view for view in views for place in view.values}.items():
             if place in self.persistent:
-                last.values[place] = self.latest.get(place, last.values[place])
+                last.values[place] = self.latest(place) or last.values[place]
 
 
 class AttributeView:
@@ -232,10 +261,13 @@ class AttributeView:
 
     Attributes:
         values: what its sections of user code have left, by place.
+        number: its place in the order of views.
+        ended: whether its user code is over.
     """
 
     def __init__(self, state: SharedAttributes) -> None:
         self.state = state
+        self.number, self.ended = state.number(), False
         self.values: dict[Place, _Held] = {}
         self._found: dict[Place, Any] = {}
         """What places held before it wrote to them for the first time."""
@@ -287,7 +319,7 @@ class AttributeView:
             if place not in state.persistent:
                 self._new.add(place)
             elif self is not state.hooks:
-                state.latest[place] = held
+                state.note(place, self, held)
 
     def end(self) -> None:
         """Leave the last section, and find out which attributes are left changed."""
@@ -297,4 +329,7 @@ class AttributeView:
             left = not _alike(held.seen(place[1]), self._found[place])
             state.see_end(place, left=left, differed=place in self._differed)
             if place in self._new and place in state.persistent:  # of others, later ones have left the latest by now
-                state.latest[place] = held
+                state.note(place, self, held)
+        self.ended = True
+        for place in self.values:
+            state.drop_hidden(place)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from patience import PATIENCE_S
 
+from lightning_roundpipe.engine.slots import Slot, TicketQueue
 from lightning_roundpipe.engine.sync import Baton, Cancelled, CancelScope, GivenUp, Runner, Signal
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
@@ -157,3 +160,35 @@ def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed: bool) -> No
     if not handed:
         baton.release()
     assert not baton._held and not baton._ready
+
+
+def test_a_microbatch_goes_on_while_its_turns_have_come() -> None:
+    """It runs on each worker before the next one begins, and does not hand the baton over in between."""
+    baton, scope, order = Baton(), CancelScope(), list[tuple[int, int]]()
+    workers = [TicketQueue(baton, lambda slot: None) for _ in range(3)]
+    spec: Any = None
+    slots = [Slot(index, index % 3, "forward", [], [], {}, range(3), spec) for index in range(6)]
+    for slot in slots:
+        workers[slot.worker].add(slot)
+
+    def run(microbatch: int) -> None:
+        runner = Runner(scope, microbatch)
+        baton.acquire(runner)
+        try:
+            for slot in slots:
+                if slot.index:
+                    workers[(slot.index - 1) % 3].release(slots[slot.index - 1], microbatch)
+                workers[slot.worker].acquire(slot, microbatch, runner)
+                order.append((microbatch, slot.index))
+            workers[slots[-1].worker].release(slots[-1], microbatch)
+        finally:
+            baton.release()
+
+    def begin() -> None:
+        while len(baton._ready) < 3:
+            time.sleep(1e-4)
+        baton.release()
+
+    baton.acquire(Runner(scope))
+    together([begin, *(functools.partial(run, microbatch) for microbatch in range(3))])
+    assert order == [(m, s) for stages in (range(3), range(3, 6)) for m in range(3) for s in stages]

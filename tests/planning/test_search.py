@@ -4,6 +4,7 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -20,8 +21,9 @@ from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
-from lightning_roundpipe.planning.search import baseline_within, search_partition
+from lightning_roundpipe.planning.search import baseline_within, descent, search_partition
 from lightning_roundpipe.planning.seeds import deal
+from lightning_roundpipe.planning.updates import UpdateModel
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its files import each other by their names
 
@@ -141,6 +143,38 @@ def test_rounds_side_by_side_are_data_parallelism_where_a_worker_holds_the_model
             assert step_s(plan) == 2 * 18 + 3 * 2
     for limits in (Limits(4, 5, 4000), Limits.usual(costs, 4, 8)):
         assert not search_partition(costs, 4, 8, limits, search_seconds=seconds, judge=step_s).side_by_side(4, 8)
+
+
+def test_plans_near_the_best_one_hide_what_only_the_judge_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates limit the steps here, which the search does not know."""
+    calls = [CallCost(f"layers.{n}", 1.0, 2.0, 100, 100, 10, 50, needs_backward=True) for n in range(24)]
+    costs, rules = Costs(tuple(calls)), Rules(updates=UpdateModel(bytes_per_s=2.5))
+    limits = Limits.usual(costs, 4, 16, 900)
+
+    def step_s(plan: Plan) -> float:
+        return pipeline.step_ends(plan, costs, 4, 16, rules, 4)[-1]
+
+    plan = search_partition(costs, 4, 16, limits, search_seconds=2.0, judge=step_s)
+    assert keeps(limits, plan, costs, 4)
+    monkeypatch.setattr(search, "descent", lambda plan, *_: plan)
+    assert step_s(plan) < step_s(search_partition(costs, 4, 16, limits, search_seconds=2.0, judge=step_s))
+
+
+def test_a_descent_goes_on_from_each_better_plan_and_judges_so_many() -> None:
+    """It begins anew from a better neighbour, and passes by one that is worse or was judged."""
+    asked = list[int]()
+
+    def judge(plan: Plan) -> float:
+        asked.append(plan.round_microbatches)
+        return abs(plan.round_microbatches - 5)
+
+    def near(plan: Plan) -> Iterator[Plan]:
+        size = plan.round_microbatches
+        return (Plan.single(1, other) for other in (size + 1, size - 1) if other > 0)
+
+    assert descent(Plan.single(1, 9), judge, near, 20) == Plan.single(1, 5)
+    assert sorted(set(asked)) == [4, 5, 6, 7, 8, 9, 10]
+    assert descent(Plan.single(1, 9), judge, near, 3) == Plan.single(1, 7)
 
 
 # -- unequal workers -------------------------------------------------------------------------------------------------
