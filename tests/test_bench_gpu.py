@@ -12,10 +12,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))  # its files import each other by their names
-
-import bench_gpu  # noqa: E402
-from gpu_rows import MENDS, ROWS, TINY, losses_of, measure  # noqa: E402
+import bench_gpu
+from gpu_rows import MENDS, ROWS, TINY, losses_of, measure
 
 CPU = ["--device", "cpu", "--out"]
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its files import each other by their names
-
 from paper_bubble import find_bubble
 from paper_cases import FIGURES, Case, read_cases
 from paper_schedules import run_case

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Literal
 
 import numpy as np
 import pytest
+from paper_bubble import find_bubble
+from paper_cases import Case, read_cases
+from paper_schedules import run_case
 from planning.making import call, keeps
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, pipeline, search
@@ -24,12 +25,6 @@ from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import baseline_within, descent, search_partition
 from lightning_roundpipe.planning.seeds import deal
 from lightning_roundpipe.planning.updates import UpdateModel
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its files import each other by their names
-
-from paper_bubble import find_bubble
-from paper_cases import Case, read_cases
-from paper_schedules import run_case
 
 CASES = {case.model: case for case in read_cases() if case.schedule == "roundpipe"}
 
