@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_gpu
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-import bench_gpu
 from gpu_rows import MENDS, ROWS, TINY, losses_of, measure
 
+ROOT = Path(__file__).resolve().parents[1]
 CPU = ["--device", "cpu", "--out"]
 
 
