@@ -189,11 +189,7 @@ class _Job:
             return StateDict(state_of(self._trained.file, [n for n in self._model.state_dict() if n not in aliases]))
         if base.folder is not None:
             return self._stored(base.folder)
-        if base.load is None:
-            raise ValueError(
-                f"{base.setting}: its base model has random weights, which are in no file. Name a folder that has them "
-                "with base=."
-            )
+        assert base.load is not None
         state = base.load().state_dict()
         size = sum(tensor.nbytes for tensor in state.values())
         self.notes.append(f"the base model was held in memory as a whole ({gib(size)})")

@@ -117,11 +117,6 @@ def test_adapters_in_a_checkpoint_of_a_script(run: Path, base: Path, tmp_path: P
     refused(message, tmp_path / "a.ckpt", tmp_path / "to", base=str(base))
 
 
-def test_adapters_on_random_weights(tmp_path: Path) -> None:
-    train(tmp_path / "run", "lora=all_linear")
-    refused(r"^run=.* random weights, which are in no file. Name a folder that has", tmp_path / "run", tmp_path / "to")
-
-
 def test_adapters_that_have_diverged(adapters: Path, tmp_path: Path) -> None:
     tensors = load_file(adapters / "adapter_model.safetensors")
     next(iter(tensors.values()))[0, 0] = torch.nan

@@ -89,6 +89,14 @@ def test_all_weights(base: Path, tmp_path: Path) -> None:
     assert len(set(index["weight_map"].values())) > 1
 
 
+def test_adapters_on_random_weights(tmp_path: Path) -> None:
+    """The seed draws the base model's weights again, whatever has been drawn in between."""
+    module = train(tmp_path / "run", LORA, "model.tie_word_embeddings=true", "seed=5")
+    torch.rand(7)
+    merged = exported(tmp_path / "run", tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(module.model), atol=1e-5, rtol=1e-5)
+
+
 def test_a_relative_folder_is_that_of_the_run(
     adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
