@@ -340,7 +340,8 @@ class Worker:
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
             self._baton.wait(runner, upload.enqueued.then)
-        for event in (upload.end, *inputs):
+        self.follow(upload.end, runner)
+        for event in inputs:
             self.follow(event, runner)
         return could
 
