@@ -423,17 +423,19 @@ def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
 
 
 def _host_round(costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: Memory | None) -> int:
-    """Return the most microbatches of a round whose boundary tensors fit in host memory; 0 if the rest does not fit."""
-    for one_round in (True, False):
-        plan = Plan.per_call(len(costs), microbatches if one_round else 1)
-        plan = keeping_least(plan, costs, workers, memory)
+    """Return the most microbatches of a round whose boundary tensors fit in host memory; 0 if the rest does not fit.
+
+    If no round of ``workers`` fits with the inputs of every call, stages are taken that keep least of them.
+    """
+    cut, found = [Plan.per_call(len(costs), members) for members in (microbatches, 1)], 0
+    for plan in (*cut, *(keeping_least(plan, costs, workers, memory) for plan in cut)):
         each = boundary_bytes(plan, costs) // plan.round_microbatches
         held = total(host_items(plan, costs, shape.parameters, workers, microbatches))
         room = shape.hardware.host_memory - (held - plan.round_microbatches * each)
         found = microbatches if each == 0 else max(0, min(microbatches, room // each))
-        if found == microbatches or not one_round:
-            return found
-    return 0
+        if found == microbatches or (plan.round_microbatches == 1 and found >= workers):
+            break
+    return found
 
 
 def find_longest(shape: ModelShape, workers: int, microbatches: int, memory: int | None) -> Longest:

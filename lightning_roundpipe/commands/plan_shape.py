@@ -44,9 +44,9 @@ class ModelShape:
     """A model on the meta device, with estimates for a machine. Layers are cut to fit into ``memory`` bytes of each
     worker.
 
-    With ``wish.like_paper``, the times are those of the paper's library: the loss takes no longer than the output
-    layer's products, the host issues the operations of one expert after another, and without staleness the optimizer
-    begins when backward is over.
+    With ``wish.like_paper``, costs are those of the paper's library: the loss takes no longer than the output layer's
+    products, the host issues the operations of one expert after another and keeps the inputs of each layer, and without
+    staleness the optimizer begins when backward is over.
 
     Raises:
         ValueError: model, adapters and packed weights do not fit each other, or ``max_positions`` asks for no more.
@@ -142,7 +142,7 @@ class ModelShape:
         if self._like_paper:
             head = self._estimate(device, input_ids=tokens).calls[-1]
             last = replace(costs.calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
-            costs = Costs((*costs.calls[:-1], last))
+            costs = Costs(tuple(replace(call, made_again=()) for call in (*costs.calls[:-1], last)))
         if self._reduced_bytes is None:
             return costs
         return Costs(
