@@ -18,7 +18,7 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.thread_owner import context_of_thread
-from lightning_roundpipe.engine.compiling import forwards_of
+from lightning_roundpipe.engine.compiling import LayerCompiler, forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Batch, Evaluations
 from lightning_roundpipe.engine.executor import Executor
@@ -114,7 +114,7 @@ class Engine:
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
         formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        formats = formats or Formats()
+        compiler, formats = forwards_of(options), formats or Formats()  # it refuses wrong options before threads start
         with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             self.model = model = HostModel(
@@ -129,7 +129,7 @@ class Engine:
             devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
             elsewhere=peers.liveness.says if peers is not None else str,
         )  # fmt: skip
-        self.context = _context_of(model, pool, options, peers)
+        self.context = _context_of(model, pool, compiler, options, peers)
         self._interceptors = [Interceptor(layer) for layer in model.layers]
         self._accumulators = Accumulators()
         self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
@@ -559,9 +559,11 @@ class Engine:
             rest.callback(self.evaluations.end)
 
 
-def _context_of(model: HostModel, pool: Pool, options: Options, peers: Peers | None) -> Context:
+def _context_of(
+    model: HostModel, pool: Pool, compiler: LayerCompiler, options: Options, peers: Peers | None
+) -> Context:
     """Return the parts that outlive a step."""
-    devices, compiler, dtype = pool.devices, forwards_of(options), options.reduce_dtype
+    devices, dtype = pool.devices, options.reduce_dtype
     reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
     casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
     may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
