@@ -142,7 +142,7 @@ class ModelShape:
         if self._like_paper:
             head = self._estimate(device, input_ids=tokens).calls[-1]
             last = replace(costs.calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
-            costs = Costs(tuple(replace(call, made_again=()) for call in (*costs.calls[:-1], last)))
+            costs = Costs(tuple(replace(call, recomputable=()) for call in (*costs.calls[:-1], last)))
         if self._reduced_bytes is None:
             return costs
         return Costs(

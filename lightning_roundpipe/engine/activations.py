@@ -7,13 +7,14 @@
 The copy in [1] is made before the layer runs, so that nothing that user code or the layer writes later can reach it: at
 once if it goes to another worker, else in the call's turn, as microbatches that wait for theirs would all hold one.
 Each tensor is saved once, however many layers take it, and comes once for neighbouring calls of a stage. An output that
-goes on to a call of the same backward stage as it is is not kept where the stage is recomputed ahead: the recomputation
-of its call makes it again, on the worker. Copies of one direction run in order on streams of their own; whoever reads
-what they write waits for their events.
+goes on unchanged to a call of the same backward stage is not kept where the stage is recomputed ahead: the
+recomputation of its call gives it again, on the worker. Copies of one direction run in order on streams of their own;
+whoever reads what they write waits for their events.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -88,7 +89,8 @@ class Activations:
 
     def __init__(self, microbatch: int, recorder: Recorder, staging: Device) -> None:
         self._microbatch, self._recorder, self._staging = microbatch, recorder, staging
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[HostTensor]]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, HostTensor]] = {}
+        """By the id of a tensor that is alive: its version, and its values on the host."""
         self._here: dict[int, _Here] = {}
         """What has been brought for calls on the worker that it is on, or moves to next."""
 
@@ -101,16 +103,13 @@ class Activations:
         """
         version = 0 if tensor.is_inference() else tensor._version
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
-            return saved
+        if known is not None and known[0]() is tensor and known[1] == version:
+            return known[2]
         saved = download(tensor, home, self._recorder, self._microbatch, self._staging)
         if not tensor.is_inference():
-            self._known[id(tensor)] = weakref.ref(tensor), version, weakref.ref(saved)
+            alive = weakref.ref(tensor, functools.partial(self._known.pop, id(tensor)))
+            self._known[id(tensor)] = alive, version, saved
         return saved
-
-    def forget_dead(self) -> None:
-        """Forget what was saved of tensors that are no more, in a step that calls layers again and again."""
-        self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
 
     def send(self, tensor: Tensor, home: Device, to: Device | None, ready: Event | None = None) -> HostTensor | Tensor:
         """Return a tensor that nobody writes to, or begin to copy it to the host if it is needed elsewhere.

@@ -664,14 +664,9 @@ class Evaluations:
         if flight.closed:
             self._known.pop(self._kind, None)
         batch = flight.last
-        if (
-            before is None
-            or batch is None
-            or batch.exclusive
-            or batch.failure
-            or flight.scope.failed
-            or self._kind == ()
-        ):
+        if before is None or batch is None or self._kind == ():
+            return
+        if batch.exclusive or batch.failure or flight.scope.failed:
             return
         calls = batch.layer_calls.trace.calls
         if calls and not before.has_moved and not any(map(_needs_exclusive, calls)):

@@ -91,8 +91,8 @@ class CallInputs:
         arguments: its arguments.
         needs: for each tensor among them, whether it needs a gradient.
         edges: where the gradients of those go.
-        saved: the tensors on the host, without those ``made`` again; empty if the graph is kept.
-        made: by position, the call whose recomputation makes a tensor again, and which of its outputs that is.
+        saved: the tensors on the host, without those ``recomputed``; empty if the graph is kept.
+        recomputed: by position, the earlier call whose recomputation gives a tensor, and which of its outputs that is.
         mutated: positions of the tensors that the layer writes to.
     """
 
@@ -101,13 +101,14 @@ class CallInputs:
     edges: list[InputEdge]
     saved: Sequence[HostTensor] = ()
     mutated: Sequence[int] = ()
-    made: Mapping[int, tuple[LayerCall, int]] = field(default_factory=dict)
+    recomputed: Mapping[int, tuple[LayerCall, int]] = field(default_factory=dict)
 
     def whole(self, saved: Iterable[Tensor]) -> list[Tensor]:
         """Return all tensors on a worker, of which ``saved`` have come from the host."""
-        come = iter(saved)
+        come, recomputed = iter(saved), self.recomputed
         return [
-            self.made[i][0].remade(self.made[i][1]) if i in self.made else next(come) for i in range(len(self.needs))
+            recomputed[i][0].recomputed_output(recomputed[i][1]) if i in recomputed else next(come)
+            for i in range(len(self.needs))
         ]
 
 
@@ -154,7 +155,7 @@ class LayerCall:
         """What its recomputation needs on the worker."""
         return [*self.inputs.saved, *self.carried.block]
 
-    def remade(self, output: int) -> Tensor:
+    def recomputed_output(self, output: int) -> Tensor:
         """Return an output of its recomputation."""
         assert self.graph is not None
         return self.graph[0][output].detach()

@@ -75,7 +75,7 @@ class LayerCalls:
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
         traced = self._find(call)
         tensors = call.inputs.arguments.tensors
-        made = self.as_made(call, reversed(self.tape)) if sections.memory is not None else ()
+        unchanged = self.unchanged_outputs(call, reversed(self.tape)) if sections.memory is not None else ()
         sections.exit()
         if turns.predecessor_progress is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.predecessor_progress, turns.next)
@@ -88,7 +88,7 @@ class LayerCalls:
         if layer.buffers.mutable:
             turns.publish_progress()
         if sections.memory is not None:
-            sections.memory.called(traced, tensors, outcome.result, made)
+            sections.memory.called(traced, tensors, outcome.result, unchanged)
         sections.enter()
         result = self.deliver(call, outcome, tensors)
         if call.output_kinds and call.environment.thread_state.grad:
@@ -145,9 +145,9 @@ class LayerCalls:
             if carries is not None:
                 worker.wait_for_products(turns.runner)
             if taped and not keeps:
-                call.inputs.made = made = self._made_again(call, slot)
+                call.inputs.recomputed = recomputed = self._recomputed_inputs(call, slot)
                 call.inputs.saved = [
-                    coming.get(i) or activations.save(t, device) for i, t in enumerate(tensors) if i not in made
+                    coming.get(i) or activations.save(t, device) for i, t in enumerate(tensors) if i not in recomputed
                 ]
                 worker.copying = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
             inputs = [
@@ -162,21 +162,23 @@ class LayerCalls:
                 turns.device = device
         return outcome
 
-    def _made_again(self, call: LayerCall, slot: Slot) -> Mapping[int, tuple[LayerCall, int]]:
-        """Return the inputs that the recomputation of calls before makes again; see `CallInputs`."""
+    def _recomputed_inputs(self, call: LayerCall, slot: Slot) -> Mapping[int, tuple[LayerCall, int]]:
+        """Return the inputs that the recomputation of earlier calls gives; see `CallInputs`."""
         if not self.spec.ahead or slot.position is None:
             return {}
         backward = self.turns.slots.planned(call.index, "backward", self.turns.round)
         if backward is None or call.index not in backward.sums:  # else the plan may have no place for it by then
             return {}
-        return self.as_made(call, itertools.takewhile(lambda c: c.index in backward.sums, reversed(self.tape)))
+        return self.unchanged_outputs(
+            call, itertools.takewhile(lambda c: c.index in backward.sums, reversed(self.tape))
+        )
 
     @staticmethod
-    def as_made(call: LayerCall, before: Iterable[LayerCall]) -> dict[int, tuple[LayerCall, int]]:
-        """Return by position the inputs of ``call`` that are outputs of calls ``before`` it as they are."""
+    def unchanged_outputs(call: LayerCall, before: Iterable[LayerCall]) -> dict[int, tuple[LayerCall, int]]:
+        """Return by position the inputs of ``call`` that are outputs of calls ``before`` it, not changed since."""
         edges, found = iter(call.inputs.edges), dict[int, tuple[LayerCall, int]]()
-        given = zip(call.inputs.arguments.tensors, call.inputs.needs, strict=True)
-        ends = [(i, t, edge) for i, (t, needs) in enumerate(given) if needs and (edge := next(edges)).edge is None]
+        inputs = zip(call.inputs.arguments.tensors, call.inputs.needs, strict=True)
+        ends = [(i, t, edge) for i, (t, needs) in enumerate(inputs) if needs and (edge := next(edges)).edge is None]
         for other in before if ends else ():
             for i, tensor, edge in ends:
                 if other.gradients is edge.node.gradients and other.gradients.versions[edge.output] == tensor._version:
@@ -320,7 +322,7 @@ class Tape:
     def _recompute_ahead(self, call: LayerCall, executor: Executor, slot: Slot) -> None:
         """Recompute all calls of a stage before the first one's gradients are used, which a GPU may still wait for.
 
-        They run in the order of their forward, as one may make inputs of the next ones again.
+        They run in the order of their forward, as one may give inputs of the next ones.
         """
         before = [*itertools.takewhile(lambda other: other.index in slot.call_indices, reversed(self.pending))]
         for other in (*reversed(before), call):

@@ -270,7 +270,6 @@ class ManualMicrobatch(Microbatch):
             sections.exit()
             self._walk(retain=bool(retain_graph))
             self._slots.hand_out()
-            self.turns.activations.forget_dead()
             sections.enter()
             sections.phase, mode.returning = "forward", False
 

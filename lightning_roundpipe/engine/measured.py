@@ -58,17 +58,17 @@ class MeasuredMemory:
             worker.device.activations_down.synchronize()
         return PeakMemoryMeter(device, ())
 
-    def called(self, traced: TracedCall, inputs: Sequence[Tensor], result: Any, made: Container[int]) -> None:
+    def called(self, traced: TracedCall, inputs: Sequence[Tensor], result: Any, unchanged: Container[int]) -> None:
         """Note what a call shares with earlier ones [1]. User code has not gone on yet.
 
-        ``made``: positions of inputs that are outputs of earlier calls as they are.
+        ``unchanged``: positions of inputs that are outputs of earlier calls, not changed since.
         """
         outputs: list[Tensor] = []
         collect(result, set(), outputs)
         self._last = traced
         traced.forward_bytes = traced.kept_bytes
-        as_made = _strided(tensor for i, tensor in enumerate(inputs) if i in made)
-        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made, as_made)
+        as_returned = _strided(tensor for i, tensor in enumerate(inputs) if i in unchanged)
+        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made, as_returned)
 
     def enter(self, device: Device | None) -> None:
         """Begin a section of user code [2]."""
@@ -94,7 +94,7 @@ class MeasuredMemory:
         if call.traced is not None:
             held = self._crossing.backward_held_bytes(call.index)
             call.traced.backward_held_bytes = held + storage_bytes(waiting) - storage_bytes(own)
-            call.traced.made_again = self._crossing.made_again(call.index)
+            call.traced.recomputable = self._crossing.recomputable(call.index)
 
     def _resident(self) -> int:
         """Return the bytes on all workers. Those of workers that share a GPU count once."""

@@ -34,7 +34,7 @@ class TracedCall:
         returning_bytes: size of the gradients of its outputs.
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
-        made_again: inputs that a recomputation may make again; see `CallCost`.
+        recomputable: inputs that a recomputation may make again; see `CallCost`.
         worker: number of the worker that it ran on.
         seen: what was seen of its products.
         products: bytes of outputs of its products that can be carried, and their share of its forward's time, by FLOPs
@@ -53,7 +53,7 @@ class TracedCall:
     returning_bytes: int = 0
     backward_held_bytes: int = 0
     crossed: Crossed = _NOTHING
-    made_again: tuple[tuple[int, int, int], ...] = ()
+    recomputable: tuple[tuple[int, int, int], ...] = ()
     seen: Measuring | None = None
     products: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class TracedCall:
             products=tuple(
                 (flops, nbytes, share * self.forward_s) for flops, (nbytes, share) in sorted(self.products.items())
             ),
-            made_again=self.made_again,
+            recomputable=self.recomputable,
             **dataclasses.asdict(self.crossed),
         )
 

@@ -68,14 +68,9 @@ class FlatBuffer:
     """
 
     def __init__(
-        self,
-        masters: list[nn.Parameter],
-        device: Device,
-        formats: Formats,
-        *,
-        double_buffered: bool,
+        self, masters: list[nn.Parameter], device: Device, formats: Formats, *, double_buffered: bool,
         in_place: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.masters = masters
         self._device = device
         self._formats = formats

@@ -414,13 +414,9 @@ class GradientMemory:
         self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
 
     def begin(
-        self,
-        layer: HostLayer,
-        use: tuple[int, ...],
-        trainable: tuple[bool, ...] | None = None,
-        *,
+        self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None, *,
         own_sums: bool = False,
-    ) -> HostGradSums:
+    ) -> HostGradSums:  # fmt: skip
         """Return the sum of one call's gradients in a new window.
 
         Args:

@@ -83,17 +83,10 @@ def host_layers(
     for name, module in modules.items():
         layers.append(
             HostLayer(
-                len(layers),
-                name,
-                module,
-                device,
-                owned,
-                formats,
-                double_buffered=double_buffered,
-                mapped=mapped,
+                len(layers), name, module, device, owned, formats, double_buffered=double_buffered, mapped=mapped,
                 buffers=buffers,
             )
-        )
+        )  # fmt: skip
         left += layers[-1].weights.nbytes
         if left >= portion:
             give_back()
@@ -102,12 +95,9 @@ def host_layers(
 
 
 def make_buckets(
-    layers: Sequence[HostLayer],
-    masters: Iterable[nn.Parameter],
-    formats: Formats | None = None,
-    *,
+    layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *,
     double_buffered: bool = False,
-) -> list[ParamBucket]:
+) -> list[ParamBucket]:  # fmt: skip
     """Return the buckets of a module in forward order and set each layer's ``bucket``.
 
     Layers that share masters share a bucket.

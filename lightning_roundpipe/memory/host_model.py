@@ -33,14 +33,9 @@ class HostModel:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layers: Mapping[str, nn.Module],
-        device: Device,
-        formats: Formats,
-        *,
+        self, module: nn.Module, layers: Mapping[str, nn.Module], device: Device, formats: Formats, *,
         double_buffered: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.module, self.formats = module, formats
         mapped = mapped_weights(module.parameters(), device, formats)
         self.layers = host_layers(layers, device, formats, double_buffered=double_buffered, mapped=mapped)

@@ -15,7 +15,7 @@ class HostTensor:
         ready: end of its download; None if it was not downloaded.
     """
 
-    __slots__ = ("__weakref__", "ready", "tensor")
+    __slots__ = ("ready", "tensor")
 
     def __init__(self, tensor: Tensor, ready: Event | None) -> None:
         self.tensor, self.ready = tensor, ready

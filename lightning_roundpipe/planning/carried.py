@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from operator import itemgetter
 
 from lightning_roundpipe.planning.batch import Timing
 from lightning_roundpipe.planning.costs import Costs
@@ -43,9 +42,6 @@ _NEAR_BOUND = 0.98
 
 _CUTS = 2
 """Most ways to cut stages that are judged, for each size of rounds."""
-
-_PROMISING = 1.1
-"""Stages of a size of rounds are cut otherwise if the paper's cut is slower than the best plan by less than this."""
 
 _WORK = 0.1
 """Share of a search's work for cutting the stages of each size of rounds."""
@@ -130,8 +126,8 @@ def carrying_within(
         near = _NEAR_BOUND if workers > 1 else 1.0
         return least_s(other, costs, workers, microbatches) < found_s * near
 
-    def fastest(cut: Plan, least: int) -> float:
-        """Judge plans that carry less and less until they become slower. Returns the least seconds of one that fits."""
+    def fastest(cut: Plan, least: int) -> bool:
+        """Judge plans that carry less and less until they become slower. Returns whether one fits."""
         nonlocal found, found_s
         last = math.inf
         for share in _SHARES:
@@ -141,22 +137,18 @@ def carrying_within(
             if seconds < found_s:
                 found, found_s = other, seconds
             if seconds >= last or not hopeful(other):
-                return min(seconds, last)
+                return True
             last = seconds
-        return last
+        return last < math.inf
 
     for least in kinds(costs):
         fastest(plan, least)
-        papers = list[tuple[float, int, Plan]]()
         for size in _rounds(workers, microbatches, limits) if cuts else ():
             with suppress(ValueError):  # a layer does not fit beside its products
                 cut = baseline_within(costs, workers, microbatches, within(size, least))
-                if hopeful(spread(cut, costs, 1.0, least)):
-                    papers.append((fastest(cut, least), size, cut))
-        for seconds, size, cut in sorted(papers, key=itemgetter(0)) if work else ():
-            if seconds < found_s * _PROMISING:
-                for other in search(size, least).run(cut, _CUTS):
-                    fastest(other, least)
+                if hopeful(spread(cut, costs, 1.0, least)) and fastest(cut, least) and work:
+                    for other in search(size, least).run(cut, _CUTS):
+                        fastest(other, least)
     if not (found.carry and work):
         return found
     able = sum(bool(call.product_bytes(found.carry_least)) for call in costs.calls[: found.fused.first])

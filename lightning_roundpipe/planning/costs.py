@@ -38,7 +38,7 @@ T = TypeVar("T")
 Phase = Literal["forward", "fused", "backward"]
 """Phase of a stage: forward; forward and backward in one; or recomputation and backward."""
 
-_TUPLES = ("shared", "passed", "made_again", "products")
+_TUPLES = ("shared", "passed", "recomputable", "products")
 _OPTIONAL = ("kept_bytes", "forward_bytes", "reduced_bytes")
 _OF_WEIGHTS = ("weight_bytes", "gradient_bytes", "reduced_bytes", "unpacked_bytes")
 """Sizes that do not depend on the microbatch."""
@@ -69,7 +69,7 @@ class CallCost:
         backward_held_bytes: what these hold while its backward runs, and gradients that other calls have already got.
         shared: inputs that are also inputs of an earlier call: (how many calls before, bytes) for each such call.
         passed: inputs that are outputs of an earlier call, likewise.
-        made_again: inputs that no call before takes, and that an earlier call's recomputation may make again: (how many
+        recomputable: inputs that no call before takes, and that an earlier call's recomputation may give: (how many
             calls before that is, how many calls behind is the last one that takes them, bytes).
         issue_s: seconds of the host's interpreter to issue a forward or a recomputation.
         is_synchronous: whether the host waits for the device within the forward, so that nothing is issued ahead.
@@ -101,7 +101,7 @@ class CallCost:
     backward_held_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
-    made_again: tuple[tuple[int, int, int], ...] = ()
+    recomputable: tuple[tuple[int, int, int], ...] = ()
     reduced_bytes: int | None = None
     issue_s: float = 0.0
     is_synchronous: bool = False
@@ -248,7 +248,7 @@ class StageBytes:
         A backward stage uploads inputs from the host, except for those that it makes again.
         """
         kept = [*call.shared, *(call.passed if self._phase == "fused" else ())]
-        kept += [(before, size) for before, _, size in call.made_again if self._phase != "fused"]
+        kept += [(before, size) for before, _, size in call.recomputable if self._phase != "fused"]
         found = sum(size for distance, size in kept if distance <= len(self._calls) and self._calls[-distance])
         before = (size for distance, size in call.passed if distance > len(self._calls) > 0)
         return found + (sum(before) if self._phase == "fused" else 0)
@@ -376,7 +376,7 @@ class Costs:
                     call,
                     shared=tuple((distance, size // parts) for distance, size in call.shared),
                     passed=tuple((distance, size // parts) for distance, size in call.passed),
-                    made_again=tuple((before, behind, size // parts) for before, behind, size in call.made_again),
+                    recomputable=tuple((before, behind, size // parts) for before, behind, size in call.recomputable),
                     products=tuple((flops, nbytes // parts, seconds) for flops, nbytes, seconds in call.products),
                     **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
                 )

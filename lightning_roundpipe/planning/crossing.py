@@ -29,12 +29,12 @@ class Crossed:
 
 @dataclass
 class _Span:
-    """A storage from the call that returned it to the last one that takes it, ``as_made``: as that call has made it."""
+    """A storage from the call that returned it to the last one that takes it, ``unchanged`` on the way."""
 
     returned: int
     nbytes: int
     last: int = 0
-    as_made: bool = True
+    unchanged: bool = True
 
 
 class Crossing:
@@ -53,7 +53,7 @@ class Crossing:
         """The spans that begin at each call."""
 
     def see(
-        self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0, as_made: Iterable[Tensor] = ()
+        self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0, unchanged: Iterable[Tensor] = ()
     ) -> Crossed:
         """Record the next call, after it returns and before user code continues.
 
@@ -61,7 +61,7 @@ class Crossing:
             inputs: its inputs.
             outputs: what it returned.
             made_bytes: bytes of workers that user code itself has made and holds.
-            as_made: the inputs that are differentiable outputs of earlier calls, as these have made them.
+            unchanged: the inputs that are differentiable outputs of earlier calls, not changed since.
         """
         inputs = list(inputs)
         waiting = self.held_bytes() + made_bytes
@@ -77,25 +77,25 @@ class Crossing:
             elif (before := self._outputs.get(storage)) is not None:
                 passed[self._calls - before] += size
             self._taken[storage] = self._calls
-        self._span(taken, {id(tensor) for tensor in as_made}, inputs)
+        self._span(taken, {id(tensor) for tensor in unchanged}, inputs)
         for tensor in outputs:
             self._outputs.setdefault(tensor.untyped_storage(), self._calls)
         self._calls += 1
         return Crossed(sum(taken.values()), waiting, held, tuple(shared.items()), tuple(passed.items()))
 
-    def _span(self, taken: Mapping[torch.UntypedStorage, int], as_made: set[int], inputs: Iterable[Tensor]) -> None:
-        begun, others = list[_Span](), {t.untyped_storage() for t in inputs if id(t) not in as_made}
+    def _span(self, taken: Mapping[torch.UntypedStorage, int], unchanged: set[int], inputs: Iterable[Tensor]) -> None:
+        begun, others = list[_Span](), {t.untyped_storage() for t in inputs if id(t) not in unchanged}
         for storage, size in taken.items():
             if (returned := self._outputs.get(storage)) is not None:
                 if (span := self._spans.get(storage)) is None:
                     span = self._spans[storage] = _Span(returned, size)
                     begun.append(span)
-                span.last, span.as_made = self._calls, span.as_made and storage not in others
+                span.last, span.unchanged = self._calls, span.unchanged and storage not in others
         self._begun.append(begun)
 
-    def made_again(self, call: int) -> tuple[tuple[int, int, int], ...]:
-        """Return `CallCost.made_again` of a call, when all calls have been recorded."""
-        return tuple((call - s.returned, s.last - call, s.nbytes) for s in self._begun[call] if s.as_made)
+    def recomputable(self, call: int) -> tuple[tuple[int, int, int], ...]:
+        """Return `CallCost.recomputable` of a call, when all calls have been recorded."""
+        return tuple((call - s.returned, s.last - call, s.nbytes) for s in self._begun[call] if s.unchanged)
 
     def held_bytes(self) -> int:
         """Return the bytes of what the calls have returned and user code, or autograd for it, holds now."""

@@ -174,7 +174,7 @@ class _Walk:
         """Layers whose linear layers multiply in fp8."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
-        self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._outputs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         """Differentiable outputs of calls, by their ids."""
 
     def intercept(self, name: str, layer: nn.Module) -> None:
@@ -223,7 +223,7 @@ class _Walk:
             products=tuple(
                 (flops, *made) for flops, made in sorted(found.forward.products.items()) if found.needs_backward
             ),
-            made_again=self._crossing.made_again(number),
+            recomputable=self._crossing.recomputable(number),
             **asdict(call.crossed),
         )
 
@@ -238,10 +238,9 @@ class _Walk:
         found, outputs = self._known[key]
         with self.meter.scope():  # outputs, which the call has counted already
             given = tree_map(_fresh, outputs)
-        taken, made = _tensors(leaves), _tensors(tree_flatten(given)[0])
-        as_made = [t for t in taken if id(t) in self._made]
-        crossed = self._crossing.see(taken, made, as_made=as_made)
-        self._made.update((id(t), t) for t in made if t.requires_grad)
+        taken, returned = _tensors(leaves), _tensors(tree_flatten(given)[0])
+        crossed = self._crossing.see(taken, returned, unchanged=[t for t in taken if id(t) in self._outputs])
+        self._outputs.update((id(t), t) for t in returned if t.requires_grad)
         boundary = 0
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._saved:

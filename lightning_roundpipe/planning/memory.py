@@ -477,7 +477,7 @@ def kept_inputs(plan: Plan, costs: Costs) -> list[int]:
     kept = [call.boundary_bytes if call.needs_backward else 0 for call in costs]
     for stage in plan.backward if plan.recompute_ahead else ():
         for number in range(stage.first, stage.last + 1):
-            for before, behind, size in costs.calls[number].made_again:
+            for before, behind, size in costs.calls[number].recomputable:
                 span = costs.calls[number - before : number + behind + 1]
                 inside = stage.first <= number - before and number + behind <= stage.last
                 kept[number] -= size if inside and all(c.gradient_bytes for c in span if c.needs_backward) else 0

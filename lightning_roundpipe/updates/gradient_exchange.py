@@ -246,28 +246,28 @@ class GradientExchange:
     @torch.no_grad()
     def _wait_oldest(self) -> None:
         """Wait for the oldest message, and unpack it [3]."""
-        flying = self._in_flight.popleft()
-        message, bucket, buffer = flying.message, flying.bucket, flying.buffer
-        self.peers.wait(flying.work, f"the gradients of bucket {bucket.index}")
+        oldest = self._in_flight.popleft()
+        message, bucket, buffer = oldest.message, oldest.bucket, oldest.buffer
+        self.peers.wait(oldest.work, f"the gradients of bucket {bucket.index}")
         total = buffer
-        if flying.received is not None:
-            parts = list(flying.received.view(-1, buffer.numel()))
+        if oldest.received is not None:
+            parts = list(oldest.received.view(-1, buffer.numel()))
             parts.insert(self.peers.rank, buffer)
             total = parts[0]
             for part in parts[1:]:
                 total.add_(part)  # [4]
         if self._receiver(bucket) in (None, self.peers.rank):
-            self._unpack(flying, total)
+            self._unpack(oldest, total)
         else:
-            flying.gradients.clear()
-        for memory in (buffer, flying.received) if flying.received is not None else (buffer,):
+            oldest.gradients.clear()
+        for memory in (buffer, oldest.received) if oldest.received is not None else (buffer,):
             self._free.setdefault(memory.dtype, []).append(_whole(memory))
         if message.last:
             self._present.pop(bucket, None)
-            self._complete.append((bucket, flying.gradients))
+            self._complete.append((bucket, oldest.gradients))
 
-    def _unpack(self, flying: _InFlight, buffer: Tensor) -> None:
-        message, bucket = flying.message, flying.bucket
+    def _unpack(self, oldest: _InFlight, buffer: Tensor) -> None:
+        message, bucket = oldest.message, oldest.bucket
         masters = _trained(bucket) if message.first else []
         if message.first:
             counts = buffer[: len(masters)].tolist()
@@ -275,9 +275,9 @@ class GradientExchange:
         present = self._present[bucket]
         for master, elements, part in message.parts(buffer, len(masters)):
             if id(master) in present:
-                if id(master) not in flying.gradients:
-                    flying.gradients[id(master)] = torch.empty_like(master, memory_format=torch.contiguous_format)
-                _flat(flying.gradients, id(master))[elements].copy_(part)
+                if id(master) not in oldest.gradients:
+                    oldest.gradients[id(master)] = torch.empty_like(master, memory_format=torch.contiguous_format)
+                _flat(oldest.gradients, id(master))[elements].copy_(part)
 
     @property
     def _shares_out(self) -> bool:

@@ -167,7 +167,7 @@ def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_th
 
 def test_stages_that_make_inputs_again_keep_less_on_the_host() -> None:
     call = CallCost("0", 1.0, 2.0, 100, 50, 10, 1000, needs_backward=True, input_bytes=10)
-    calls = (replace(call, layer=str(i), made_again=((1, 0, 10),) if i else ()) for i in range(7))
+    calls = (replace(call, layer=str(i), recomputable=((1, 0, 10),) if i else ()) for i in range(7))
     costs, plan = Costs(tuple(calls)), Plan.per_call(7, 2)
     assert boundary_bytes(plan, costs) == boundary_bytes(replace(plan, recompute_ahead=True), costs) == 2 * 6 * 10
     budget = 3 * 150 + 100 + 3 * 1000

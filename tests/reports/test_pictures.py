@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from reports.test_timeline import synthetic
+from reports.test_traces import synthetic
 
 from lightning_roundpipe.reports.pictures import MOST_PIXELS, draw_steps
 

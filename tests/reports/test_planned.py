@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reports.test_timeline import synthetic
+from reports.test_traces import synthetic
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.planning.costs import CallCost, Costs
@@ -30,7 +30,7 @@ def calls(number: int, seconds: float = 1.0) -> Costs:
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """What a strategy reports of the step in test_timeline, whose 30 calls were slow when they were first measured."""
+    """What a strategy reports of the step in test_traces, whose 30 calls were slow when they were first measured."""
     return synthetic() | {"profiled": False, "costs": calls(30, seconds=3).to_dict()} | changes
 
 
