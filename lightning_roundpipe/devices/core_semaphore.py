@@ -19,9 +19,8 @@ Semaphore = queue.SimpleQueue[None]
 
 
 class _Permits(threading.local):
-    """The semaphore of which the calling thread holds a permit; None if it holds none."""
-
     held: Semaphore | None = None
+    """The semaphore of which the calling thread holds a permit."""
 
 
 _mine = _Permits()
@@ -71,13 +70,12 @@ def emulated_work(seconds: float) -> None:
     if permits is None:
         time.sleep(seconds)
         return
-    _mine.held = None
-    permits.put(None)
+    core = HeldCore(permits)
+    core.__exit__()
     try:
         time.sleep(seconds)
     finally:
-        permits.get()
-        _mine.held = permits
+        core.__enter__()
 
 
 def assert_none_held() -> None:

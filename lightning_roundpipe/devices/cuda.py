@@ -35,12 +35,11 @@ The boundary tensors of 12 ms on an RTX 4090, for layers of width 2,048.
 
 
 class CudaDevice(Device):
-    """One worker on a GPU.
+    """One worker on a GPU, ``torch_device``.
 
     Args:
         index: the worker's number.
-        torch_device: the GPU, with its index.
-        pin_memory: ``"auto"``, ``"on"`` or ``"off"``; see ``pinned.host_buffer``.
+        pin_memory: see `pinned.host_buffer`.
         sharers: how many workers use this GPU. They share one compute stream: user code carries tensors from one worker
             to the next, and frees them without knowing of another stream that may still read them.
         turn: the worker's number among the sharers. Each has its own copy streams.

@@ -19,10 +19,8 @@ import psutil
 SHARE = 0.75
 """The share of free memory that weights may take if they could stay in mapped files."""
 
-_ROOT = Path("/sys/fs/cgroup")
-"""Where control groups are mounted."""
-_MINE = Path("/proc/self/cgroup")
-"""Names the process's control groups."""
+_ROOT, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where control groups are mounted, and the file that names the process's."""
 
 
 class _Files(NamedTuple):

@@ -129,11 +129,11 @@ def _bytes_from(source: Callable[[int], Tensor], nbytes: int, pin_memory: str) -
             except RegistrationError as error:
                 if pin_memory == "on":
                     raise RegistrationError(f"{error}. Set pin_memory='auto' to go on with pageable memory.") from None
-                warn_pageable(error)
+                _warn_pageable(error)
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def warn_pageable(error: Exception) -> None:
+def _warn_pageable(error: Exception) -> None:
     """Warn once per process that copies will not overlap."""
     global _warned
     if not _warned:

@@ -35,11 +35,9 @@ _Block = tuple[int, int, int]
 
 
 class Slabs:
-    """An allocator of blocks of page-locked memory.
+    """An allocator of blocks of page-locked memory, from slabs of at least ``slab`` bytes.
 
-    Args:
-        register: returns page-locked memory of that many bytes (uint8), which is unregistered with its last view.
-        slab: the least size of a slab, in bytes.
+    ``register`` returns page-locked memory of that many bytes (uint8), which is unregistered with its last view.
     """
 
     def __init__(self, register: Callable[[int], Tensor], slab: int = SLAB) -> None:

@@ -16,8 +16,7 @@ class Arena:
     """A device buffer that slots reuse.
 
     Attributes:
-        buffer: the memory, as bytes; None before it is allocated.
-        address: address of the memory; 0 before it is allocated.
+        buffer, address: the memory, as bytes, and its address; None and 0 before it is allocated.
         last_use: the end of the last work on the buffer, which the next user's streams must wait for.
     """
 
@@ -82,10 +81,8 @@ class Arena:
 class Region:
     """A part of a `StageArena`, which one slot has for its weights or its gradients.
 
-    Args:
-        parts: start and end of each of its tensors, in the order in which they were placed.
-
     Attributes:
+        parts: start and end of each of its tensors, in the order in which they were placed.
         start, end: its bytes, as far as no later slot has had them.
         last_use: end of the last work on the region; None while its slot may still use it.
     """
@@ -110,12 +107,10 @@ class Region:
 
 @dataclass(eq=False)
 class Place:
-    """The part of a `StageArena` that a slot has.
+    """The part of a `StageArena` that a slot has. ``at_end``: whether it grows from the arena's end, not from its
+    start.
 
-    Attributes:
-        at_end: whether it grows from the arena's end, not from its start.
-        weights: the weights' region.
-        gradients: the gradients' region, which lies behind the weights; None if the slot has no gradients there.
+    The region of the gradients, if the slot has any there, lies behind that of the weights.
     """
 
     at_end: bool

@@ -29,9 +29,9 @@ _SHARE = 0.9
 
 
 def memory_of_workers(options: Options, devices: Sequence[Device]) -> Memory | None:
-    """Return `worker_bytes`, or those of each worker if they are not equal.
+    """Return `worker_bytes`, or those of each worker if they are not equal and no plan is written by hand.
 
-    A plan that is written by hand may bring any stage to any worker, so the smallest device counts for it.
+    Such a plan may bring any stage to any worker, so the smallest device counts for it.
     """
     each = [worker_bytes(options, [device]) for device in devices]
     known = tuple(size for size in each if size is not None)
@@ -41,13 +41,12 @@ def memory_of_workers(options: Options, devices: Sequence[Device]) -> Memory | N
 
 
 def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
-    """Return the bytes that every worker may use for tensors, or None without a limit.
+    """Return the bytes that every worker may use for tensors, without what libraries keep; None if there is no limit.
 
-    Without a plan, any layer may run on any worker, so the smallest device counts. Memory that libraries keep is
-    already subtracted.
+    Without a plan, any layer may run on any worker, so the smallest device counts.
 
     Raises:
-        ValueError: if the budget is a fraction and the devices have no capacity.
+        ValueError: the budget is a fraction and the devices have no capacity.
     """
     budget = _budget_of(options, devices)
     return None if budget is None else max(0, budget - library_bytes(devices))

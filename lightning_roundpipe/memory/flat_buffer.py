@@ -34,15 +34,8 @@ from lightning_roundpipe.optim.split_masters import SplitTensor
 
 
 class FlatCopy:
-    """A copy of some masters in one flat host buffer.
-
-    Args:
-        places: their slices in the buffer.
-        device: allocates the buffer.
-
-    Attributes:
-        buffer: the memory.
-        views: the copies of the masters. Kept, because each update refreshes all of them.
+    """A copy of some masters in one flat host buffer. Its ``views`` are kept, because each update refreshes all of
+    them.
     """
 
     def __init__(self, places: Sequence[ParamSlice], device: Device) -> None:
@@ -55,16 +48,13 @@ class FlatCopy:
 
 
 class FlatBuffer:
-    """One flat host buffer whose views are the masters; or the masters alone if they stay in their files.
+    """One flat host buffer whose views are the masters; or the masters alone if they stay in their files
+    (``in_place``).
 
     Attributes:
-        masters: the masters.
-        in_place: whether they stay in their files.
         segments: their slices in ``buffer``.
-        buffer: their memory.
         views: their values, in ``buffer`` or where user code has put them.
-        places: their slices in what uploads read.
-        nbytes: size of what uploads read.
+        places, nbytes: their slices in what uploads read, and its size.
     """
 
     def __init__(
@@ -142,11 +132,10 @@ class FlatBuffer:
             self.refresh()
 
     def round(self, formats: Mapping[int, torch.dtype], *, share: bool = False) -> None:
-        """Make uploads read copies that are rounded for some of the masters.
+        """Make uploads read copies that are rounded to ``formats``, by index of the master; empty: they read ``source``
+        again.
 
-        Args:
-            formats: dtype to round to, by index of the master. If empty, uploads read ``source`` again.
-            share: whether masters and what uploads read share memory, where they can.
+        ``share``: whether masters and what uploads read share memory, where they can.
         """
         dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
         if share and self.shares and dtypes == [place.dtype for place in self.places]:

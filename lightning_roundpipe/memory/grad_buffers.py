@@ -66,9 +66,9 @@ class Reduction:
     """How gradients come to the host.
 
     Attributes:
-        dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
+        dtype: in which gradients travel if it is narrower than their own.
         thread: returns the thread that adds what has landed from a worker to the sums. What lands from one worker lands
-            in order, so that its thread waits for nothing that comes after what is there.
+            in order, so its thread waits for nothing that comes later.
         adding: taken for each sum, which alone takes all of the host's memory bandwidth, and of torch's threads.
     """
 
@@ -81,17 +81,13 @@ class GradientLayout:
     """The layout of the gradients of one layer's trainable parameters in a flat buffer.
 
     Args:
-        layer: the layer.
         trainable: per master, whether it is trained. Default: as it is now.
-        dtype: dtype in which gradients travel if it is narrower than their own.
+        dtype: in which gradients travel if it is narrower than their own.
 
     Attributes:
-        trained: per master, whether its gradient has a place.
-        segments, nbytes: slices and size of the sums, on a worker and on the host.
-        key: the slices, to look up what layers of equal layout share.
-        travelling, travel_nbytes: slices and size of what is downloaded.
-        travelling_key: like ``key``.
-        narrowed: whether the two differ.
+        positions, keys: of the trained masters, and their ids.
+        segments, nbytes: slices and size of the sums, on a worker and on the host. ``key`` looks up what layouts share.
+        travelling, travel_nbytes, travelling_key: likewise of what is downloaded.
     """
 
     def __init__(
@@ -134,13 +130,7 @@ def _narrows(dtype: torch.dtype, own: torch.dtype) -> bool:
 
 
 class _Block:
-    """Host memory for gradients of a call, which sums use one after another.
-
-    Args:
-        flat: the memory.
-        home: where it goes back to.
-        kept: whether it is used again.
-    """
+    """Host memory for gradients of a call, which sums use one after another. ``kept``: whether it is used again."""
 
     def __init__(self, flat: Tensor, home: _Blocks, *, kept: bool) -> None:
         self.flat, self.home, self.kept = flat, home, kept
@@ -165,17 +155,13 @@ class _Block:
 
 
 class _Blocks:
-    """Blocks of one kind.
+    """Blocks of one kind, from memory that ``new`` allocates.
 
     A block is used again for gradients of at least half its size. Where a new one would exceed the limit, free blocks
     are given up for it. Memory that was handed to user code in ``.grad`` is used again once user code has dropped it.
 
-    Args:
-        new: allocates host memory.
-        limit: bytes from which on downloads wait, and none are kept without need.
-
     Attributes:
-        held: bytes of the blocks that are taken.
+        held: bytes of the blocks that are taken. From ``limit`` on, downloads wait, and none are kept without need.
         generation: the number of calls of `clear`, after which blocks that were taken before do not come back.
     """
 
@@ -212,7 +198,7 @@ class _Blocks:
         return found
 
     def give(self, block: _Block, filled: Event | None, *, lent: bool) -> None:
-        """Take a block back. For the arguments see `GradientPool.give`."""
+        """Do what `GradientPool.give` does, but wake nothing."""
         block.filled = filled
         with self._lock:
             if block.generation == self.generation:
@@ -244,14 +230,8 @@ class GradientPool:
     grows with what is in flight. Where the optimizer needs all gradients before it uses any (clipping by norm, loss
     scaling, several rounds, several machines), that is a block for each layer. Where it uses them layer by layer, a
     download that would exceed ``limit`` bytes waits for it, while it has complete gradients to go on with. It waits for
-    nothing else: what is incomplete may come with the very download that would wait.
-
-    What is to be added has a block until it is. A download that would exceed ``limit`` bytes of these waits for that.
-    In the first window there is one.
-
-    Args:
-        device: any device; allocates host memory that copies asynchronously.
-        limit: see above.
+    nothing else: what is incomplete may come with the very download that would wait. What is to be added has a block
+    until it is; a download that would exceed ``limit`` bytes of these waits for that.
 
     Attributes:
         keeps: whether new blocks are kept for reuse. In the first window, whose microbatches run one after another, all
@@ -301,12 +281,8 @@ class GradientPool:
         return self._wide.take(nbytes, keep=self.keeps)
 
     def give(self, block: _Block, filled: Event | None, *, lent: bool = False) -> None:
-        """Take a block back.
-
-        Args:
-            block: the block.
-            filled: the end of the last download into it.
-            lent: whether user code may hold views of it.
+        """Take a block back. ``filled``: the end of the last download into it. ``lent``: whether user code may hold
+        views of it.
         """
         block.home.give(block, filled, lent=lent)
         self.look_again()
@@ -349,10 +325,7 @@ class _Added(Event):
         self._error: BaseException | None = None
 
     def after(self, landed: Event, add: Callable[[], None], then: Sequence[Callable[[], None]] = ()) -> None:
-        """Wait for ``landed``, add to the sum, do what is to be done ``then``, failed or not, and reach the event.
-
-        Runs on the summing thread.
-        """
+        """Wait for ``landed``, add to the sum, do what is to be done ``then``, failed or not, and reach the event."""
         before, self._before = self._before, None
         try:
             landed.wait()
@@ -392,22 +365,11 @@ _Call = tuple[int, tuple[int, ...], tuple[bool, ...] | None]
 
 
 class GradientMemory:
-    """Host memory for the gradients of all calls.
-
-    Args:
-        layers: the layers that are called.
-        device: any device; allocates host memory that copies asynchronously.
-        reduction: how gradients come to the host.
-        workers: the number of workers.
-
-    Attributes:
-        pool: where sums have their memory from.
-    """
+    """Host memory for the gradients of all calls."""
 
     def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction, workers: int) -> None:
         self.reduction = reduction
         self._layers = layers
-        self._trained: dict[int, tuple[bool, ...]] = {}
         self._see_trained()
         self._layouts: dict[_Call, GradientLayout] = {}
         sizes = (GradientLayout(layer, [True] * len(layer.masters), reduction.dtype).travel_nbytes for layer in layers)
@@ -420,7 +382,6 @@ class GradientMemory:
         """Return the sum of one call's gradients in a new window.
 
         Args:
-            layer: the layer.
             use: tells the calls of the layer apart.
             trainable: per master, whether it is trained. Default: as it was at the last `drop`.
             own_sums: whether each round's sum travels alone, and the host adds it.
@@ -439,20 +400,14 @@ class GradientMemory:
         self._see_trained()
 
     def _see_trained(self) -> None:
-        self._trained = {layer.index: layer.weights.trainable() for layer in self._layers}
+        self._trained: dict[int, tuple[bool, ...]] = {layer.index: layer.weights.trainable() for layer in self._layers}
 
 
 class HostGradSums:
     """The gradients of one call's layer, summed over one window's microbatches, in host memory.
 
     ``present`` says per trainable parameter whether it got a gradient. One that got none must keep ``.grad`` None, or
-    AdamW would decay it.
-
-    Args:
-        layer: the layer.
-        layout: layout of the gradients in the block.
-        pool: where the memory comes from.
-        reduction: how what arrives is added. None: a later download continues the sum, and overwrites it.
+    AdamW would decay it. Without ``reduction``, a later download continues the sum, and overwrites it.
     """
 
     def __init__(
@@ -524,19 +479,13 @@ class HostGradSums:
         if block is not None:
             self._pool.give(block, self.arrived, lent=self.handed_out)
 
-    def download(
-        self,
-        stream: Stream,
-        source: Tensor,
-        worker: int,
-        present: Sequence[bool],
-        begun: Callable[[], object],
-        failed: Callable[[BaseException], object],
-    ) -> None:
-        """Enqueue the download of a worker's gradients that are ``present``. For the arguments see `DeviceGradSums`."""
-        if self._landing is not None:
-            self._land(stream, source, worker, present, begun, failed)
-            return
+    @property
+    def is_to_be_added(self) -> bool:
+        """Whether the next download is to be added to the sum."""
+        return self._landing is not None
+
+    def overwrite(self, stream: Stream, source: Tensor, present: Sequence[bool]) -> None:
+        """Enqueue the download of a worker's gradients that are ``present``, in place of the sum."""
         target = self._first or self._block
         assert target is not None, "the sum has no memory"
         parts = []
@@ -544,17 +493,11 @@ class HostGradSums:
             stream.copy(target.flat[start:end], source[start:end])
             parts.append((there, stream.record()))
         self.parts, self.present = parts, list(present)
-        begun()
 
-    def _land(
-        self,
-        stream: Stream,
-        source: Tensor,
-        worker: int,
-        present: Sequence[bool],
-        begun: Callable[[], object],
+    def land(
+        self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool], begun: Callable[[], object],
         failed: Callable[[BaseException], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Enqueue the download of what is to be added, and have the summing thread add it.
 
         Each part waits until what has landed before is added [5].
@@ -634,8 +577,7 @@ class HostGradSums:
     def take(self, factor: float) -> dict[int, Tensor]:
         """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the block.
 
-        After a hand-out the views are new tensors, so that the caller owns them. Otherwise they are the cached ones,
-        which the next window uses too.
+        After a hand-out, the caller owns the views. Otherwise they are cached, and the next window uses them, too.
         """
         if not any(self.present):
             return {}
@@ -749,22 +691,22 @@ class DeviceGradSums:
                 _narrow(self.segment, own, travelling)
 
     def download(
-        self,
-        stream: Stream,
-        worker: int,
-        begun: Callable[[], object] = lambda: None,
+        self, stream: Stream, worker: int, begun: Callable[[], object] = lambda: None,
         failed: Callable[[BaseException], object] = lambda error: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`.
 
         Args:
-            stream: the stream of ``worker``'s downloads of gradients.
-            worker: number of the worker.
+            stream: of ``worker``'s downloads of gradients.
             begun: called once another worker's download to the same sums may follow.
             failed: called with an error, which the caller gets as well, before other workers may meet it.
         """
         source = self.segment[: self.host.layout.travel_nbytes]
-        self.host.download(stream, source, worker, self.present, begun, failed)
+        if self.host.is_to_be_added:
+            self.host.land(stream, source, worker, self.present, begun, failed)
+        else:
+            self.host.overwrite(stream, source, self.present)
+            begun()
 
 
 def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:

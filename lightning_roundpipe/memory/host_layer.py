@@ -28,22 +28,15 @@ class HostLayer:
     """One layer of the user's model.
 
     Args:
-        index: position among the layers.
         name: qualified name in the LightningModule.
-        module: the user's module.
         device, owned, formats, double_buffered, mapped: see `LayerWeights`.
         buffers: the newest values of all layers' buffers.
 
     Attributes:
         title: names it in error messages.
-        masters: its parameters.
-        bucket: those that are updated together with them. `make_buckets` sets it once all layers are known.
-        weights: where the masters lie, and their uploads.
-        check: whether user code has written to them.
-        state: the attributes of its modules.
-        buffers: its buffers.
+        bucket: the masters that are updated together with its own. `make_buckets` sets it once all layers are known.
+        check: whether user code has written to its masters.
         observers: forward hooks inside it that only look.
-        seen: what runs of its code have shown.
     """
 
     bucket: ParamBucket
@@ -98,15 +91,11 @@ def make_buckets(
     layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *,
     double_buffered: bool = False,
 ) -> list[ParamBucket]:  # fmt: skip
-    """Return the buckets of a module in forward order and set each layer's ``bucket``.
+    """Return the buckets of a module in forward order and set each layer's ``bucket``. Layers that share masters share
+    it.
 
-    Layers that share masters share a bucket.
-
-    Args:
-        layers: all layers, in order.
-        masters: all parameters of the module. Those of no layer make the first bucket, because user code may read them
-            anywhere.
-        formats, double_buffered: see `ParamBucket`.
+    Those of ``masters``, all of the module's, that are in no layer make the first bucket, as user code may read them
+    anywhere.
     """
     groups: list[list[HostLayer]] = []
     for layer in layers:
@@ -133,13 +122,9 @@ def make_buckets(
 def begin_to_train(
     layers: Iterable[HostLayer], others: Iterable[nn.Parameter], formats: Formats, *, double_buffered: bool
 ) -> None:
-    """Adapt to a change of ``requires_grad``: widen newly trained masters, and copy them if ``double_buffered``.
+    """Adapt to a change of ``requires_grad``: widen newly trained masters, also ``others`` that belong to no layer.
 
-    Args:
-        layers: all layers.
-        others: masters that belong to no layer.
-        formats: dtypes of the run.
-        double_buffered: whether the optimizer writes to masters while they are uploaded.
+    They are copied if the optimizer writes to masters while they are uploaded (``double_buffered``).
     """
     weights = [layer.weights for layer in layers]
     for one in weights:

@@ -1,13 +1,9 @@
 """A layer's parameters in host memory, and their upload to a worker.
 
-The masters are moved into flat host buffers once, so that a layer is one copy instead of one per parameter. The user's
-``nn.Parameter`` objects keep their identity; only their ``.data`` moves. Where masters are computed with in their own
-dtype and staleness is 0, uploads read the masters. With staleness 1 the optimizer writes to trained masters while they
-are uploaded, so these have a working copy beside them. It is refreshed between the last upload of a step and the first
-one of the next. Masters that are computed with in another dtype have a working copy too.
-
-A frozen master in a memory-mapped file may stay there (`mapped_files`). Its uploads read the file, one parameter at a
-time.
+Where masters are computed with in their own dtype and staleness is 0, uploads read the masters. With staleness 1 the
+optimizer writes to trained masters while they are uploaded, so these have a working copy beside them. It is refreshed
+between the last upload of a step and the first one of the next. Masters that are computed with in another dtype have a
+working copy too. Uploads of a frozen master that stays in its file read it there, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -32,11 +28,8 @@ class LayerWeights:
     """The masters of one layer in flat host buffers, and their places in a worker's arena.
 
     Args:
-        module: the user's module.
-        masters: its parameters.
         device: any device; allocates host memory that copies asynchronously.
         owned: the parameters of earlier layers, to which this one may be tied. Updated.
-        formats: dtypes in which weights travel.
         double_buffered: whether the optimizer writes to masters while they are uploaded.
         mapped: ids of masters that stay in their files.
 
@@ -83,12 +76,10 @@ class LayerWeights:
         self._tied: list[tuple[nn.Parameter, ParamSlice]] = [(p, places[id(p)]) for p in tied]
 
     def round(self, formats: Mapping[int, torch.dtype], *, share: bool = False) -> None:
-        """Upload rounded copies of some masters from now on.
+        """Upload copies of some masters from now on that are rounded to ``formats``, by position.
 
-        Args:
-            formats: dtype to round to, by position. Masters shared with another layer, or in a file, are left as they
-                are.
-            share: whether masters and their copies share memory, where they can.
+        Masters shared with another layer, or in a file, are left as they are. ``share``: whether masters and their
+        copies share memory, where they can.
         """
         mine = {id(self._masters[i]): dtype for i, dtype in formats.items() if id(self._masters[i]) not in self.shared}
         for flat in self.flats:
@@ -120,12 +111,7 @@ class LayerWeights:
         return tuple([p.requires_grad for p in self._masters])
 
     def upload(self, stream: Stream, segment: Tensor) -> None:
-        """Enqueue the upload of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.
-
-        Args:
-            stream: the stream that copies.
-            segment: the destination.
-        """
+        """Enqueue the upload of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena."""
         base = 0
         for flat in self.flats:
             flat.upload(stream, segment[base : base + flat.nbytes])

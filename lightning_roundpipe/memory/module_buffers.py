@@ -52,7 +52,6 @@ class BufferValue:
 
     Attributes:
         host: the values; None if the buffer is None, `ABSENT` if there is none.
-        ready: end of their download.
         of: the buffer that the values come from or will be settled in, and its version when it held ``base``.
         base: what the buffer holds until the values are settled.
         pending: whether the values are yet to be settled.
@@ -213,11 +212,8 @@ _NEVER_LOADED = _Loaded(BufferValue(ABSENT, None, (ABSENT, 0)), ABSENT, 0)
 class LayerBuffers:
     """The buffers of one layer, which its replicas share.
 
-    Args:
-        layer: name of the layer.
-        host: values that the calls of all layers have left.
-
     Attributes:
+        host: values that the calls of all layers have left.
         mutable: module and name of the buffers that the forward was seen to change, by position.
         places: index of the module and name of each buffer, by position.
     """
@@ -236,13 +232,7 @@ class LayerBuffers:
 
 
 class ReplicaBuffers:
-    """The buffers of one layer's replica on one worker.
-
-    Args:
-        buffers: those of the layer. Updated.
-        replica: the replica.
-        device: the worker's device.
-    """
+    """The ``buffers`` of one layer, in its replica on one worker."""
 
     def __init__(self, buffers: LayerBuffers, replica: Replica, device: Device) -> None:
         self._of = buffers
@@ -300,9 +290,9 @@ class ReplicaBuffers:
     def changed(self, thorough: bool) -> list[int]:
         """Return the positions of the buffers that the call has changed.
 
-        Versions do not suffice: batch norm updates its running statistics without incrementing their versions. If
-        ``thorough``, values are compared, and the host waits for the device. Otherwise buffers that are known to be
-        mutable count as changed.
+        Versions do not suffice: batch norm updates its running statistics without incrementing them. If ``thorough``,
+        values are compared, and the host waits for the device. Else buffers that are known to be mutable count as
+        changed.
         """
         found = []
         for index, _, copy, name in self._buffers():
@@ -323,13 +313,8 @@ class ReplicaBuffers:
         return {index: (id(buffer), _version(buffer)) for index, buffer in now.items()}
 
     def refuse_written(self, before: dict[int, tuple[int, int]]) -> None:
-        """Refuse writes to buffers during a backward, because they would be lost.
-
-        Args:
-            before: result of `written` before the backward.
-
-        Raises:
-            RoundPipeError: if a buffer was written to or replaced.
+        """Raise if a buffer was written to or replaced since `written` returned ``before``: a backward's writes would
+        be lost.
         """
         now = self.written()
         for index, original, _, name in self._buffers():

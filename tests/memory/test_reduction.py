@@ -120,7 +120,7 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
 WAITS = [
     ("memory.grad_buffers:_Added.after", "landed.wait()"),
     ("memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
-    ("memory.grad_buffers:HostGradSums._land", "before[part].wait()"),
+    ("memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
 ]
 
 
