@@ -104,12 +104,7 @@ def is_plain(value: Any) -> bool:
 class Contents:
     """What containers hold that are attributes of a layer's modules, of those that hold plain values alone.
 
-    Args:
-        places: of each, number of the module and name.
-        modules: the modules.
-
-    Attributes:
-        held: copies of them.
+    ``places`` are the number of the module and the name of each, and ``held`` are copies of them.
     """
 
     def __init__(self, places: list[tuple[int, str]], modules: Sequence[nn.Module]) -> None:

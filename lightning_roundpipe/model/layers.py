@@ -32,8 +32,7 @@ def find_layers(
 
     Args:
         root: the user's LightningModule. It is never a layer itself: its ``training_step`` is user code.
-        requested: module classes, class names or qualified module names. Each such module must be one layer. The rest
-            of the model is searched as usual.
+        requested: module classes, class names or qualified module names. Each such module must be one layer.
         needed: whether there must be a layer.
 
     Raises:

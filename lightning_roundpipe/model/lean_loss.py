@@ -74,9 +74,6 @@ def _loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 def make_lean(model: nn.Module) -> None:
     """Let the output layer of a Hugging Face language model compute losses in `lean_logits`. Nothing else changes.
 
-    Args:
-        model: a causal language model, or adapters around one.
-
     Raises:
         ValueError: the output layer is not a plain ``nn.Linear``, or the loss is not that of causal language models.
     """

@@ -20,10 +20,7 @@ _REMEDY = "Set data.rows=padded, or data.rows=joined if documents may see what s
 
 
 def check_packed_rows(model: nn.Module) -> None:
-    """Raise if masks cannot keep the documents of a packed row apart in ``model``.
-
-    Args:
-        model: a causal language model of Hugging Face, or adapters around one.
+    """Raise if masks cannot keep the documents of a packed row apart in ``model``, perhaps with adapters around it.
 
     Raises:
         ValueError: the model takes no ``position_ids`` or no masks, or its layers read rows in another way.
@@ -51,15 +48,14 @@ def check_packed_rows(model: nn.Module) -> None:
 
 
 def document_masks(model: nn.Module, position_ids: Tensor) -> Any:
-    """Return the masks that keep documents apart, as ``attention_mask`` of ``model``.
+    """Return the masks that keep documents apart, as ``attention_mask`` of a causal language model of Hugging Face.
 
     Args:
-        model: a causal language model of Hugging Face.
         position_ids: of shape (rows, tokens); each document begins with 0.
 
     Returns:
         A mask of shape (rows, 1, tokens, tokens), or one for each kind of layer by its name; None or another form where
-        the attention's implementation takes it.
+            the attention's implementation takes it.
     """
     base, given = base_model(model), inspect.signature(masking_utils.create_masks_for_generate).parameters
     settings: dict[str, Any] = {

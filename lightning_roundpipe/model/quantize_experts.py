@@ -159,12 +159,7 @@ class TransposedExperts:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows of ``x`` times the weight of the expert that they belong to, or times its transpose.
-
-    Args:
-        product: torch's or transformers' operation.
-        ends: where the rows of each expert end.
-    """
+    """Rows of ``x`` times the weight of the expert that they belong to, or times its transpose, by ``product``."""
 
     @staticmethod
     @override
@@ -203,13 +198,10 @@ def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def unpack_experts(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of all experts. On the CPU, those without rows may hold anything.
+    """Return the matrices of all experts from their bytes and ``QuantState``. On the CPU, those without rows hold
+    anything.
 
-    Args:
-        packed: the bytes of all experts.
-        state: their ``QuantState``.
-        ends: where the rows of each expert end.
-        dtype: of the matrices.
+    ``ends``: where the rows of each expert end.
     """
     found = find_copy(state, dtype, dtype)
     experts, rows, columns = state.shape

@@ -148,9 +148,6 @@ def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
 
     Returns:
         ``state`` without what has been loaded.
-
-    Raises:
-        RoundPipeError: a weight of ``state`` is quantised otherwise than that of ``module``.
     """
     if _PACKAGE not in sys.modules:
         return state

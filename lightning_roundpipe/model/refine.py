@@ -43,12 +43,10 @@ class Stuck(NamedTuple):
 
 @dataclass(frozen=True)
 class Refined:
-    """The layers after cutting.
+    """The layers after cutting, by qualified name, in registration order.
 
-    Attributes:
-        layers: by qualified name, in registration order.
-        cuts: the names of the modules that were cut, each with those of its parts.
-        stuck: the layer that is still too large; None if all fit.
+    ``cuts`` are the names of the modules that were cut, each with those of its parts; ``stuck`` is a layer that is
+    still too large.
     """
 
     layers: dict[str, nn.Module]
@@ -75,7 +73,6 @@ def cut_to_fit(
     """Return ``found`` with the largest layers replaced by the modules inside them, until all fit.
 
     Args:
-        found: layers by qualified name.
         size_of: returns the size of a module as a layer.
         room: bytes for the largest weights and the largest gradients together.
         whole: modules that must not be cut.

@@ -16,11 +16,8 @@ from lightning_roundpipe.model.quantized import holdings
 
 
 class Structure:
-    """The modules and parameters of a model at the time of creation.
-
-    Args:
-        root: the model.
-        layers: modules inside it that workers have replicas of.
+    """The modules and parameters of a model at the time of creation, and ``layers`` inside it that workers have
+    replicas of.
     """
 
     def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:

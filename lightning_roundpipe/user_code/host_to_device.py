@@ -19,12 +19,7 @@ from lightning_roundpipe.devices.base import stage
 
 
 class HostToDeviceCopier:
-    """Copies host tensors of one microbatch.
-
-    Args:
-        accelerator: the type of the devices; None if they are the host.
-        devices: devices that host tensors move to.
-    """
+    """Copies one microbatch's host tensors to ``devices`` of a type (``accelerator``; None if these are the host)."""
 
     def __init__(self, accelerator: str | None, devices: Sequence[Device]) -> None:
         self._accelerator = accelerator
@@ -68,7 +63,7 @@ class HostToDeviceCopier:
         """Return a differentiable copy on ``where`` in ``dtype``. Host tensors without grad do not block the host [1].
 
         The cast happens on the host, as in torch's own copies. Between GPUs torch copies, ordered by both compute
-        streams (`Device.activate`). To the host torch copies too, and the host waits.
+        streams (`Device.activate`).
         """
         device = next((d for d in self._devices if d.torch_device == where), None)
         if device is None or not _is_plain(tensor) or tensor.requires_grad:

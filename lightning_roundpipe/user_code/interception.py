@@ -25,8 +25,7 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 class Interceptor:
     """Stands in for one layer's ``forward``, which it asks the thread's context, a microbatch, to `call`.
 
-    Attributes:
-        own: the module's own instance attribute ``forward``, if it was patched; restored after the step.
+    ``own`` is the module's own instance attribute ``forward``, if it was patched; restored after the step.
     """
 
     is_interceptor = True
@@ -101,9 +100,8 @@ def intercepted(
 
 @contextlib.contextmanager
 def without_caches(root: nn.Module) -> Iterator[list[str]]:
-    """Switch off key-value caches and gradient checkpointing of Hugging Face models.
-
-    The recomputation would fill a cache a second time. Checkpointing would recompute what is recomputed anyway.
+    """Switch off key-value caches, which a recomputation would fill again, and gradient checkpointing of Hugging Face
+    models.
 
     Yields:
         The names of the settings that are off.

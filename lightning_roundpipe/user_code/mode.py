@@ -56,10 +56,8 @@ class UserCodeMode(TorchFunctionMode):
     Args:
         masters: ids of all the user's parameters.
         read: returns the values of a trained master, after waiting for its last update.
-        formats: dtypes in which user code sees masters.
         train: whether to replace masters; evaluation only follows devices and dtypes.
-        accelerator: the device type that host tensors move to; None if host and device are the same.
-        devices: devices that host tensors move to.
+        accelerator: the type of the ``devices``, to which host tensors move; None if these are the host.
         run_unlocked: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         targets: counts the targets of mean cross entropies; None if nobody asks.
@@ -67,10 +65,8 @@ class UserCodeMode(TorchFunctionMode):
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
-        targets: the argument; an empty one if it is None.
         met_others: whether user code has computed with a trained ``nn.Parameter`` that is no master.
-        met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it; empty
-            if there is none.
+        met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it.
     """
 
     def __init__(
@@ -271,8 +267,8 @@ class UserCodeMode(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move operands to one device: that of the tensor that ``name`` writes to, else that of the device operands.
 
-        Plain Lightning keeps a module's buffers and a metric's state on the GPU; here they stay on the host. So an
-        update of such a tensor brings its operands to the host and waits for them.
+        A module's buffers and a metric's state stay on the host here, so an update of such a tensor brings its operands
+        there and waits for them.
         """
         if name in _MIX_DEVICES:
             return args, kwargs
@@ -315,8 +311,8 @@ class UserCodeMode(TorchFunctionMode):
 def leave_untraced(function: Callable[..., Any]) -> None:
     """Let torch's compiler neither trace ``function`` nor compile what it calls, if the compiler is imported.
 
-    A function that user code has compiled itself (``@torch.compile`` on a loss) would be compiled together with the
-    mode, once for each operation, until the compiler gives up with warnings. Its operations run one by one instead.
+    A function that user code has compiled would be compiled together with the mode, once for each operation, until the
+    compiler gives up with warnings. Its operations run one by one instead.
     """
     if "torch._dynamo" in sys.modules:
         _leave_untraced(function)

@@ -43,8 +43,7 @@ class _Held(NamedTuple):
     Attributes:
         holder: the module, or the parameter whose ``requires_grad`` this is.
         registry: the dict of the module that holds it: of its submodules, parameters, buffers or other attributes.
-        value: the object; `_ABSENT` if there is none.
-        values: of a tensor that was written in place, a copy.
+        value: the object; `_ABSENT` if there is none. ``values``: a copy, of a tensor that was written in place.
     """
 
     holder: Holder
@@ -138,9 +137,6 @@ def observed_writes() -> Iterator[None]:
 class SharedAttributes:
     """The attributes of a model that several views set.
 
-    Args:
-        root: the model.
-
     Attributes:
         persistent: those that views have set, unless they put them back [2].
         restored: those that a view has changed, so that others could see it, and no view has left changed [3].
@@ -164,12 +160,8 @@ class SharedAttributes:
         self.restored.discard(place)
 
     def see_end(self, place: Place, *, left: bool, differed: bool) -> None:
-        """Note how a view has treated an attribute.
-
-        Args:
-            place: the attribute.
-            left: whether it leaves it changed.
-            differed: whether others could have seen it changed in between.
+        """Note how a view has treated an attribute: whether it has ``left`` it changed, and others could have seen
+        that.
         """
         if left:
             self.make_persistent(place)
@@ -257,12 +249,9 @@ class SharedAttributes:
 
 
 class AttributeView:
-    """What one microbatch, one batch of an evaluation, or hooks have set on modules.
+    """What one microbatch, one batch of an evaluation, or hooks have set on modules: ``values``, by place.
 
-    Attributes:
-        values: what its sections of user code have left, by place.
-        number: its place in the order of views.
-        ended: whether its user code is over.
+    ``number`` is its place in the order of views, and it has ``ended`` when its user code is over.
     """
 
     def __init__(self, state: SharedAttributes) -> None:
