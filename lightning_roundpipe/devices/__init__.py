@@ -30,10 +30,7 @@ __all__ = [
 
 
 def make_devices(
-    kind: Literal["cpu", "cuda"],
-    torch_devices: Sequence[torch.device],
-    emulation: Emulation,
-    pin_memory: str = "auto",
+    kind: Literal["cpu", "cuda"], torch_devices: Sequence[torch.device], emulation: Emulation, pin_memory: str = "auto"
 ) -> list[Device]:
     """Create one device per worker, numbered in the order of ``torch_devices``.
 

@@ -63,12 +63,7 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        names: Sequence[str],
-        timeout: float,
-        leave: Callable[[int], object] = os._exit,
+        self, store: Any, rank: int, names: Sequence[str], timeout: float, leave: Callable[[int], object] = os._exit
     ) -> None:
         self.failure: str | None = None
         self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
