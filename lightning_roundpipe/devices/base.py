@@ -316,10 +316,7 @@ class Device(ABC):
 
     @abstractmethod
     def acquire_core(self) -> AbstractContextManager[None]:
-        """Return the context in which a layer computes. Not reentrant. Do not wait inside: emulated devices check that.
-
-        These share the machine's cores (`core_semaphore`).
-        """
+        """Return the context in which a layer computes. Not reentrant; nothing may wait inside (`core_semaphore`)."""
 
     def process_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings. The main thread enters it."""

@@ -78,9 +78,8 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
 
 @shared_context
 def counting_paused_in_transforms() -> Iterator[None]:
-    """Let transforms of ``torch.func`` that refuse hooks on saved tensors (``grad``) run in `saved_for_backward`.
-
-    What they save is not counted.
+    """Let transforms of ``torch.func`` that refuse hooks on saved tensors (``grad``) run uncounted inside the others'
+    hooks.
     """
     real = torch.autograd.graph.disable_saved_tensors_hooks
 

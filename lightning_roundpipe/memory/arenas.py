@@ -107,11 +107,7 @@ class Region:
 
 @dataclass(eq=False)
 class Place:
-    """The part of a `StageArena` that a slot has. ``at_end``: whether it grows from the arena's end, not from its
-    start.
-
-    The region of the gradients, if the slot has any there, lies behind that of the weights.
-    """
+    """The part of a `StageArena` that a slot has, from the arena's end or start, gradients behind the weights."""
 
     at_end: bool
     weights: Region

@@ -29,9 +29,8 @@ _SHARE = 0.9
 
 
 def memory_of_workers(options: Options, devices: Sequence[Device]) -> Memory | None:
-    """Return `worker_bytes`, or those of each worker if they are not equal and no plan is written by hand.
-
-    Such a plan may bring any stage to any worker, so the smallest device counts for it.
+    """Return `worker_bytes`, or those of each worker if they differ, and no plan by hand may bring any stage to any
+    worker.
     """
     each = [worker_bytes(options, [device]) for device in devices]
     known = tuple(size for size in each if size is not None)

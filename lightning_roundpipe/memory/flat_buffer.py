@@ -295,7 +295,9 @@ class FlatBuffer:
                 self.views[index] = master.data
             elif master.data_ptr() == home.data_ptr():
                 self.views[index] = home
-            elif home.numel() and (holders(home) > ALONE or _may_be_held(master)):
+            elif home.numel() and (
+                holders(home) > ALONE or holders(master) > ALONE or not master.untyped_storage().resizable()
+            ):  # others hold the memory, or may: that of numpy's arrays or of other processes
                 self.views[index] = master.data
             else:
                 home.copy_(master.data)
@@ -308,11 +310,6 @@ class FlatBuffer:
             self._working = None  # it was there for masters outside the buffer, which have come back
         if moved and self.copied:
             self.refresh()
-
-
-def _may_be_held(tensor: Tensor) -> bool:
-    """Return whether others hold the memory of ``tensor``, or may: that of numpy's arrays or of other processes."""
-    return holders(tensor) > ALONE or not tensor.untyped_storage().resizable()
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class GradientLayout:
         masters = [layer.masters[position] for position in self.positions]
         self.keys = list(map(id, masters))
         dtypes = [master.dtype for master in masters]
-        narrow = [dtype if dtype is not None and _narrows(dtype, own) else own for own in dtypes]
+        narrow = [dtype if dtype and own.is_floating_point and dtype.itemsize < own.itemsize else own for own in dtypes]
         self.segments, self.nbytes = in_a_row(masters, dtypes)
         self.key = tuple(self.segments)
         self.travelling, self.travel_nbytes = in_a_row(masters, narrow)
@@ -123,10 +123,6 @@ class GradientLayout:
     def ends(self) -> list[int]:
         """For each part of what travels, the bytes of the sum up to its end."""
         return list(accumulate((max((p.own.stop for p in part), default=0) for part in self.parts), max))
-
-
-def _narrows(dtype: torch.dtype, own: torch.dtype) -> bool:
-    return own.is_floating_point and dtype.itemsize < own.itemsize
 
 
 class _Block:
@@ -498,10 +494,7 @@ class HostGradSums:
         self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool], begun: Callable[[], object],
         failed: Callable[[BaseException], object],
     ) -> None:  # fmt: skip
-        """Enqueue the download of what is to be added, and have the summing thread add it.
-
-        Each part waits until what has landed before is added [5].
-        """
+        """Enqueue the download of what is to be added. Each part waits until what has landed before is added [5]."""
         assert self._landing is not None and self._block is not None and self._reduction is not None
         (landing, first), sums, self._landing = self._landing, self._block.flat, None
         summed, before, thread = self.present, [event for _, event in self.parts], self._reduction.thread(worker)

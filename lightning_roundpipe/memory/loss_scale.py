@@ -69,9 +69,8 @@ class Scales(Versioned):
         return self._known[version]
 
     def outside(self, version: int) -> float:
-        """Return the factor that the merged loss is multiplied by outside of the step, and update ``last``.
-
-        The gradients contain it already.
+        """Return the factor that multiplies the merged loss outside of the step, beside that in its gradients; update
+        ``last``.
         """
         if self.scale is None:
             return 1.0

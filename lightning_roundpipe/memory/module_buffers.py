@@ -103,9 +103,8 @@ class HostBuffers:
             return known[1]
 
     def _differs(self, place: Place, buffer: BufferOrAbsent) -> bool:
-        """Return whether ``buffer`` was written to in a way that increments no version: by its ``data`` or ``numpy()``.
-
-        The first call after a step finds it.
+        """Return whether ``buffer`` was written to by its ``data`` or ``numpy()``, as the first call after a step
+        finds.
         """
         known = self._current[place][1]
         if place in self._compared or known.pending or not isinstance(buffer, Tensor) or not _is_plain(buffer):

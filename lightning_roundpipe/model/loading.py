@@ -158,14 +158,9 @@ def from_folder(
 
 
 def from_config(
-    model_type: str,
-    weights: str | Path = RANDOM,
-    dtype: str = "float32",
-    quantization: str | None = None,
-    double_quantization: bool = True,
-    rope: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Pretrained:
+    model_type: str, weights: str | Path = RANDOM, dtype: str = "float32", quantization: str | None = None,
+    double_quantization: bool = True, rope: Mapping[str, Any] | None = None, **settings: Any,
+) -> Pretrained:  # fmt: skip
     """Return a model of Hugging Face's architecture ``model_type``, whose configuration class takes the ``settings``.
 
     Args:
@@ -212,13 +207,9 @@ def _making(model_type: str, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def from_name(
-    name: str,
-    weights: str | Path = PRETRAINED,
-    dtype: str = "float32",
-    quantization: str | None = None,
-    double_quantization: bool = True,
-    rope: Mapping[str, Any] | None = None,
-) -> Pretrained:
+    name: str, weights: str | Path = PRETRAINED, dtype: str = "float32", quantization: str | None = None,
+    double_quantization: bool = True, rope: Mapping[str, Any] | None = None,
+) -> Pretrained:  # fmt: skip
     """Return a causal language model of Hugging Face. For the other arguments and errors see `from_config`.
 
     Args:

@@ -79,7 +79,7 @@ def check_sizes(name: str, shape: Sequence[int], block: int = BLOCK) -> None:
 
 
 class AllExpertsError(RoundPipeError, AttributeError):
-    """Code that takes the weights of several experts for a tensor was given experts that are packed."""
+    """Code that takes the weights of several experts for a tensor was given packed ones."""
 
     def __init__(self, asked: str) -> None:
         super().__init__(

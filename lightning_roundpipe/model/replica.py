@@ -59,13 +59,9 @@ class Replica:
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        device: torch.device,
-        state: ModuleState | None = None,
-        rounded: Collection[int] = (),
+        self, layer: nn.Module, device: torch.device, state: ModuleState | None = None, rounded: Collection[int] = (),
         wanted: dict[Key, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.device = device
         self.copies = UnpackedCopies({} if wanted is None else wanted)
         """Of packed weights, within a stage."""
@@ -190,10 +186,7 @@ class Registrations:
 
 
 class ReplicaAttributes:
-    """The Python attributes of a replica's modules, which each call sets to what the layer's were.
-
-    ``localized`` returns a value as the replica should hold it.
-    """
+    """The attributes of a replica's modules (``localized``), which each call sets to what the layer's were."""
 
     def __init__(self, modules: list[nn.Module], localized: Callable[[Any], Any]) -> None:
         self._modules, self._localized = modules, localized

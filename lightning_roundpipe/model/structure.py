@@ -28,10 +28,7 @@ class Structure:
         self._holdings = holdings(root)
 
     def has_changed(self) -> bool:
-        """Return whether modules, parameters or scales have been replaced.
-
-        Values and ``requires_grad`` do not count.
-        """
+        """Return whether modules, parameters or scales were replaced; values and ``requires_grad`` do not count."""
         return (
             any(_differ(_contents(m), seen) for m, seen in self._inside)
             or any(_differ(_beside_layers(m), seen) for m, seen in self._outside)

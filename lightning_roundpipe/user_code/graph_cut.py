@@ -217,10 +217,7 @@ class InputEdge:
 def refuse_across(
     outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], masters: Iterable[nn.Parameter] = ()
 ) -> None:
-    """Raise if user code differentiates ``outputs`` by ``inputs`` across a layer, where gradients would stop.
-
-    ``masters`` are those that inputs stand for.
-    """
+    """Raise if user code differentiates ``outputs`` by ``inputs``, or the ``masters`` behind these, across a layer."""
     wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
     near = nodes_of(t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs))
     waiting = [node.gradients for node in near if isinstance(node, _Node)]

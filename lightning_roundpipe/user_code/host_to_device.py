@@ -26,9 +26,8 @@ class HostToDeviceCopier:
         self._devices = devices
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the result of the torch function ``name`` if it copies host data to a device, else None.
-
-        These are ``Tensor.to``, ``Tensor.cuda``, ``torch.tensor``, ``torch.as_tensor`` and ``Tensor.new_tensor``.
+        """Return the result of ``to``, ``cuda``, ``tensor``, ``as_tensor`` or ``new_tensor`` if it copies host data to
+        a device.
         """
         if name in ("to", "cuda"):
             if args[0].device.type != "cpu" or (asked := _parse_move(name, args[1:], kwargs)) is None:
@@ -83,19 +82,14 @@ def _parse_move(
     """Return the device and dtype asked of ``Tensor.to`` or ``cuda``; None without device or with memory format."""
     if name == "cuda":
         device = args[0] if args else kwargs.get("device")
-        return None if len(args) > 1 or kwargs.get("memory_format") else (_cuda(device), None)
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return None if len(args) > 1 or kwargs.get("memory_format") else (device, None)
     parse: Any = torch._C._nn._parse_to
     try:
         device, dtype, _, memory_format = parse(*args[:3], **{k: v for k, v in kwargs.items() if k != "copy"})
     except (RuntimeError, TypeError):  # invalid arguments: torch itself will report them
         return None
     return None if device is None or memory_format is not None else (device, dtype)
-
-
-def _cuda(device: Any) -> torch.device:
-    if isinstance(device, int):
-        return torch.device("cuda", device)
-    return torch.device("cuda" if device is None else device)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -138,7 +138,8 @@ class UserCodeMode(TorchFunctionMode):
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return self._hooked(func, args, kwargs)
         if self._replaces:
-            if args and self._sees_copy(args[0]) and IN_PLACE.fullmatch(name):
+            first: Any = args[0] if args else None  # its copy cannot be written to in a master's place
+            if self._is_master(first) and self._formats.differ_now(first) and IN_PLACE.fullmatch(name):
                 self.refuse_write("writes to", args[0])
             else:
                 args, kwargs = self._with_proxies(args, kwargs)
@@ -157,10 +158,7 @@ class UserCodeMode(TorchFunctionMode):
     def _backward(
         self, tensors: Sequence[Any], grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
     ) -> None:
-        """Run ``torch.autograd.backward``, and user code in it under this mode.
-
-        Torch leaves the mode around its own function.
-        """
+        """Run ``torch.autograd.backward``, around which torch leaves the mode, and user code in it under this mode."""
         grad_list = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
         grads = torch.autograd._make_grads(tensors, grad_list, is_grads_batched=False)
         retain = create_graph if retain_graph is None else retain_graph
@@ -202,10 +200,6 @@ class UserCodeMode(TorchFunctionMode):
         if self._replaces:
             args, _ = self._with_proxies(args, {})
         return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
-
-    def _sees_copy(self, value: Any) -> bool:
-        """Whether ``value`` is a master that is seen in another dtype: its copy cannot be written to in its place."""
-        return isinstance(value, nn.Parameter) and self._is_master(value) and self._formats.differ_now(value)
 
     def refuse_write(self, does: str, master: nn.Parameter) -> None:
         """Raise an error in training: user code ``does`` something to a master of which it sees a copy."""
