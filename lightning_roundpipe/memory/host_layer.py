@@ -18,7 +18,6 @@ from lightning_roundpipe.memory.write_check import WriteCheck
 from lightning_roundpipe.model.attributes import ModuleState
 from lightning_roundpipe.model.cast_weights import Uses
 from lightning_roundpipe.model.forward_hooks import Observers
-from lightning_roundpipe.model.replica import unique_parameters
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22
 """How often freed memory is returned to the system while weights move, at most, and the least bytes worth it."""
@@ -29,7 +28,6 @@ class HostLayer:
 
     Args:
         name: qualified name in the LightningModule.
-        device, owned, formats, double_buffered, mapped: see `LayerWeights`.
         buffers: the newest values of all layers' buffers.
 
     Attributes:
@@ -41,22 +39,12 @@ class HostLayer:
 
     bucket: ParamBucket
 
-    def __init__(
-        self, index: int, name: str, module: nn.Module, device: Device, owned: Owned, formats: Formats | None = None, *,
-        double_buffered: bool = False, mapped: Container[int] = (), buffers: HostBuffers | None = None,
-    ) -> None:  # fmt: skip
-        self.index = index
-        self.name = name
-        self.title = f"layer {name!r}"
-        self.module = module
-        self.masters = unique_parameters(module)
+    def __init__(self, index: int, name: str, module: nn.Module, weights: LayerWeights, buffers: HostBuffers) -> None:
+        self.index, self.name, self.title = index, name, f"layer {name!r}"
+        self.module, self.masters, self.weights = module, weights.masters, weights
         self.state = ModuleState(name, module)
-        self.buffers = LayerBuffers(name, HostBuffers() if buffers is None else buffers)
+        self.buffers = LayerBuffers(name, buffers)
         self.observers = Observers()
-        formats = formats or Formats()
-        self.weights = LayerWeights(
-            module, self.masters, device, owned, formats, double_buffered=double_buffered, mapped=mapped
-        )
         self.check = WriteCheck(name, self.state)
         self.seen = SeenCode(Uses(module, self.masters))
 
@@ -74,13 +62,9 @@ def host_layers(
     layers: list[HostLayer] = []
     left, buffers = 0, HostBuffers()
     for name, module in modules.items():
-        layers.append(
-            HostLayer(
-                len(layers), name, module, device, owned, formats, double_buffered=double_buffered, mapped=mapped,
-                buffers=buffers,
-            )
-        )  # fmt: skip
-        left += layers[-1].weights.nbytes
+        weights = LayerWeights(module, device, owned, formats, double_buffered=double_buffered, mapped=mapped)
+        layers.append(HostLayer(len(layers), name, module, weights, buffers))
+        left += weights.nbytes
         if left >= portion:
             give_back()
             left = 0
