@@ -21,7 +21,7 @@ from lightning_roundpipe.devices.base import Device, Stream
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream, EventClock, begin_on
 from lightning_roundpipe.devices.errors import out_of_memory
-from lightning_roundpipe.devices.host_memory import SHARE, free_bytes
+from lightning_roundpipe.devices.host_memory import worth_copying
 
 _open: WeakSet[CudaDevice] = WeakSet()
 """The open devices of all strategies in the process."""
@@ -98,7 +98,7 @@ class CudaDevice(Device):
         pinned.reserve(nbytes, self._pin_memory)
 
     def worth_copying(self, nbytes: int) -> bool:
-        return nbytes <= SHARE * free_bytes() if self._pin_memory == "auto" else self._pin_memory == "on"
+        return worth_copying(nbytes, self._pin_memory)
 
     def host_like(self, t: Tensor) -> Tensor:
         return pinned.host_like(t, self._pin_memory)

@@ -48,7 +48,7 @@ class EmulatedDevice(Device):
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
         self._saved_for_backward = saved_for_backward(self._ledger, self._arenas)
-        self._core = core_semaphore.HeldCore(core_semaphore.semaphore(core_semaphore.concurrent_devices()))
+        self._core = core_semaphore.semaphore(core_semaphore.concurrent_devices())
         self._thread_delays = self._delays("threads")
         rate = None if bandwidth is None else float(bandwidth)
         up, down = (Link(rate, emulation.latency, self._switch) for _ in range(2))

@@ -35,6 +35,11 @@ _VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_ina
 _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
+def worth_copying(nbytes: int, pin_memory: str) -> bool:
+    """Return whether to copy ``nbytes`` of mapped files to pinned memory. ``"auto"``: if there is room."""
+    return nbytes <= SHARE * free_bytes() if pin_memory == "auto" else pin_memory == "on"
+
+
 def free_bytes() -> int:
     """Return the bytes that are free or can be freed, at most what the process's control groups leave."""
     free = int(psutil.virtual_memory().available)

@@ -109,7 +109,7 @@ class Peers:
                     work.wait(timedelta(seconds=LOOK))
                     return
                 except RuntimeError as error:
-                    if not _is_over_time(error):
+                    if "Operation timed out" not in str(error):  # then the work has ended, and not only the wait
                         raise self.liveness.explain(error, label) from error
                 self.liveness.check()
 
@@ -337,11 +337,6 @@ def _store(rank: int, patience: timedelta) -> Any:
 
 _met: dict[str, Peers] = {}
 """The connections of this process, under ``"peers"``: torch.distributed has one job in a process."""
-
-
-def _is_over_time(error: RuntimeError) -> bool:
-    """Return whether only the wait has ended, and not the work."""
-    return "Operation timed out" in str(error)
 
 
 def _encoded(value: Any) -> bytes:

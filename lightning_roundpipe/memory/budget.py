@@ -54,18 +54,15 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
 def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:
     """Return `worker_bytes` with the memory that libraries keep."""
     budget, capacity = options.memory_budget, capacity_of(devices)
-    if isinstance(budget, float):
-        if capacity is None:
+    if capacity is None:
+        if isinstance(budget, float):
             raise ValueError(
                 f"memory_budget={budget} is a fraction, and emulated devices have no limit to take it of: give a "
                 "size such as '2GiB', or set emulation.memory."
             )
-        budget = int(budget * capacity)
-    elif budget is None:
-        budget = None if capacity is None else int(_SHARE * capacity)
-    if budget is None or capacity is None:
         return None if budget is None else int(budget)
-    return min(int(budget), capacity)
+    share = _SHARE if budget is None else budget
+    return min(int(share * capacity if isinstance(share, float) else share), capacity)
 
 
 def over_capacity(options: Options, devices: Sequence[Device]) -> str | None:
@@ -163,19 +160,11 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
     if options.memory_budget is None or limit is None:
         return
     if (need := device_bytes(plan, costs, len(devices))) > limit:
+        copies = "unpacked weights, " if plan.unpack_once else ""
+        once = str(plan).partition("; unpack once ")[2]
+        fewer = f"leave out '; unpack once {once}', " if once else ""
         raise ValueError(
-            f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, {_copies(plan)}"
+            f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, {copies}"
             f"activations, and boundary tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it "
-            f"into more stages or smaller rounds, {_fewer_copies(plan)}or raise memory_budget."
-            f"{libraries_note(options, devices)}"
+            f"into more stages or smaller rounds, {fewer}or raise memory_budget.{libraries_note(options, devices)}"
         )
-
-
-def _copies(plan: Plan) -> str:
-    return "unpacked weights, " if plan.unpack_once else ""
-
-
-def _fewer_copies(plan: Plan) -> str:
-    """Return the part of a remedy that has each use unpack its weights; empty if it does."""
-    once = str(plan).partition("; unpack once ")[2]
-    return f"leave out '; unpack once {once}', " if once else ""

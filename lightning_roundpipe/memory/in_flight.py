@@ -44,7 +44,7 @@ class InFlight:
         ``nbytes``.
         """
         flat = _flat(tensors)
-        storages = _storages(flat)
+        storages = [tensor.untyped_storage() for tensor in flat if tensor.layout is torch.strided]
         others = [tensor.detach() for tensor in flat if tensor.layout is not torch.strided]
         self._calls.append((end, [storages, others], storages if counted else []))
         if not counted:
@@ -62,10 +62,6 @@ class InFlight:
             if not self._holders[storage._cdata]:
                 del self._holders[storage._cdata]
                 self.nbytes -= storage.nbytes()
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
 
 
 def _flat(nested: Iterable[Any]) -> list[Tensor]:

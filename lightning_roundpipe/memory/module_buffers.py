@@ -297,12 +297,11 @@ class ReplicaBuffers:
         for index, _, copy, name in self._buffers():
             loaded = self._loaded.get(index, _NEVER_LOADED)
             now = _buffer_of(copy, name)
-            if loaded is None or now is not loaded.here or _version(now) != loaded.here_version:
-                found.append(index)
-            elif isinstance(now, Tensor) and thorough:
-                if not _alike(now.cpu(), loaded.value.host):  # ``cpu`` comes after `load` on the compute stream
-                    found.append(index)
-            elif isinstance(now, Tensor) and index in self._of.mutable:
+            differs = loaded is None or now is not loaded.here or _version(now) != loaded.here_version
+            if isinstance(now, Tensor) and loaded is not None and not differs:
+                # ``cpu`` comes after `load` on the compute stream
+                differs = not _alike(now.cpu(), loaded.value.host) if thorough else index in self._of.mutable
+            if differs:
                 found.append(index)
         return found
 

@@ -281,8 +281,9 @@ class UserCodeMode(TorchFunctionMode):
         several = any(home != where for home in there)
         if not (host or several):
             return args, kwargs
-        if target is None and several:
-            where = _newest(there)
+        if target is None and several:  # the one that the microbatch is on now, so that its tensor need not move
+            now = torch.device(where.type, torch.accelerator.current_device_index())
+            where = now if now in there else there[-1]
 
         def follow(tensor: Tensor) -> Tensor:
             home = tensor.device
@@ -335,9 +336,3 @@ def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     if written is None and args and (IN_PLACE.fullmatch(name) or (name.startswith("_foreach") and name.endswith("_"))):
         written = args[0]
     return next((leaf for leaf in tree_iter(written) if isinstance(leaf, Tensor)), None)
-
-
-def _newest(there: list[torch.device]) -> torch.device:
-    """Return the GPU of several that the microbatch is on now, so that its tensor need not move; else the last one."""
-    now = torch.device(there[0].type, torch.accelerator.current_device_index())
-    return now if now in there else there[-1]

@@ -176,7 +176,8 @@ class SharedAttributes:
         self.start: dict[Place, _Held] = {}
         self._latest: dict[Place, dict[AttributeView, _Held]] = {}
         """What views have set, by place, the latest one last."""
-        self._views = itertools.count()
+        self.numbers = itertools.count()
+        """Places of views in their order."""
         self.present: AttributeView | None = None
         self.hooks = AttributeView(self)
         self._buffers: dict[int, tuple[nn.Module, str]] | None = None
@@ -187,10 +188,6 @@ class SharedAttributes:
         if self._buffers is None:
             self._buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
         return self._buffers
-
-    def number(self) -> int:
-        """Return the place of a new view in the order of views."""
-        return next(self._views)
 
     def note(self, place: Place, view: AttributeView, held: _Held) -> None:
         """Note what a view has set."""
@@ -256,7 +253,7 @@ class AttributeView:
 
     def __init__(self, state: SharedAttributes) -> None:
         self.state = state
-        self.number, self.ended = state.number(), False
+        self.number, self.ended = next(state.numbers), False
         self.values: dict[Place, _Held] = {}
         self._found: dict[Place, Any] = {}
         """What places held before it wrote to them for the first time."""
