@@ -258,19 +258,13 @@ class Device(ABC):
         return TrackedTensors()
 
     def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        """Count the tensors' storages as resident for as long as they live, except those within an arena.
-
-        Raises:
-            DeviceOutOfMemory: one does not fit. The ones before it stay counted.
+        """Count the tensors' storages, but those in an arena, as long as they live; raise `DeviceOutOfMemory` if one
+        does not fit.
         """
         return
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
-        """Count what autograd saves inside, until the graph that saved it is freed.
-
-        Raises (inside):
-            DeviceOutOfMemory: it does not fit.
-        """
+        """Count what autograd saves inside until its graph is freed; `DeviceOutOfMemory` inside if it does not fit."""
         return NOTHING
 
     @abstractmethod

@@ -223,11 +223,7 @@ class CudaDevice(Device):
 
 
 def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[Device]:
-    """Create one device per entry. Entries that name the same GPU are workers that share its memory and generator.
-
-    Raises:
-        ValueError: a GPU does not exist.
-    """
+    """Create one device per entry. Entries that name the same GPU are workers that share its memory and generator."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     numbers = [d.index or 0 for d in torch_devices]
     for number in numbers:

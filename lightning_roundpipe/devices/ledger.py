@@ -77,11 +77,7 @@ class Ledger:
             self._journal.append((key, nbytes, purpose))
 
     def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
-        """Count ``storage`` until it is freed, once per purpose.
-
-        Raises:
-            DeviceOutOfMemory: the storage was not resident, and does not fit.
-        """
+        """Count ``storage`` until it is freed, once per purpose. For errors see `add`."""
         place = storage._cdata, purpose
         known = self._tracked.get(place)
         if known is not None:

@@ -252,12 +252,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def meet(rank: int, size: int, timeout: float) -> Peers:
-    """Connect to the other machines, or return to the connections that an earlier run has left.
-
-    Args:
-        rank: the number of this machine.
-        size: the number of machines.
-        timeout: seconds within which all machines must have come here; then see `Liveness`.
+    """Connect to the other machines within ``timeout`` seconds, or return to connections that an earlier run has left.
 
     Raises:
         RoundPipeError: the machines do not find each other.

@@ -43,11 +43,7 @@ class Arena:
         self.address = address_of(self.buffer)
 
     def grow(self, nbytes: int) -> None:
-        """Replace the memory by one of ``nbytes``. No replica may refer to it.
-
-        Raises:
-            DeviceOutOfMemory: it does not fit.
-        """
+        """Replace the memory by one of ``nbytes``, or raise `DeviceOutOfMemory`. No replica may refer to it."""
         self.release()
         self.make(nbytes)
 

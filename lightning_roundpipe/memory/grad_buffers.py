@@ -86,8 +86,8 @@ class GradientLayout:
 
     Attributes:
         positions, keys: of the trained masters, and their ids.
-        segments, nbytes: slices and size of the sums, on a worker and on the host. ``key`` looks up what layouts share.
-        travelling, travel_nbytes, travelling_key: likewise of what is downloaded.
+        segments, nbytes: slices and size of the sums, on a worker and on the host.
+        travelling, travel_nbytes: likewise of what is downloaded.
     """
 
     def __init__(
@@ -100,9 +100,7 @@ class GradientLayout:
         dtypes = [master.dtype for master in masters]
         narrow = [dtype if dtype and own.is_floating_point and dtype.itemsize < own.itemsize else own for own in dtypes]
         self.segments, self.nbytes = in_a_row(masters, dtypes)
-        self.key = tuple(self.segments)
         self.travelling, self.travel_nbytes = in_a_row(masters, narrow)
-        self.travelling_key = tuple(self.travelling)
         self.narrowed = narrow != dtypes
 
     @cached_property
@@ -435,7 +433,7 @@ class HostGradSums:
     @property
     def _views(self) -> list[Tensor]:
         assert self._block is not None, "the sum has no memory"
-        return self._block.views(self.layout.key)
+        return self._block.views(self.layout.segments)
 
     @property
     def arrived(self) -> Event | None:
@@ -562,7 +560,7 @@ class HostGradSums:
         self._wait_for(next((event for there, event in self.parts if there >= nbytes), self.parts[-1][1]))
         if self._block is None:
             assert self._first is not None, "the sum has no memory"
-            part = self._first.views(self.layout.travelling_key)[index].view(-1)[start:end].to(segment.dtype, copy=True)
+            part = self._first.views(self.layout.travelling)[index].view(-1)[start:end].to(segment.dtype, copy=True)
         else:
             part = self._views[index].view(-1)[start:end]
         return part if factor == 1.0 else part.mul_(factor)
@@ -589,7 +587,7 @@ class HostGradSums:
             return
         if self._block is None:
             self._block = self._pool.take_wide(self.layout.nbytes)
-        narrow = self._first.views(self.layout.travelling_key)
+        narrow = self._first.views(self.layout.travelling)
         for view, own, present in zip(narrow, self._views, self.present, strict=True):
             if present:
                 own.copy_(view)

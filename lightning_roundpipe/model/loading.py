@@ -234,11 +234,7 @@ def from_name(
 
 
 def from_the_hub(name: str, *, weights: bool) -> Path:
-    """Return the folder with the files of the model ``name``, downloaded unless they are cached.
-
-    Raises:
-        Exception: of many types, if the files are neither cached nor available.
-    """
+    """Return the folder with the files of the model ``name``, cached or downloaded. There are errors of many types."""
     wanted = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
     return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
 

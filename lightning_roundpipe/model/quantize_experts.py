@@ -183,10 +183,8 @@ _apply_grouped: Callable[..., Tensor] = _GroupedProduct.apply
 
 
 def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return what ``func`` gives, an operation of torch that was given all experts of a layer.
-
-    Raises:
-        AllExpertsError: it is no product of rows with these experts.
+    """Return what ``func`` gives, an operation of torch that was given all experts of a layer; raise if it is no
+    product.
     """
     given = {key for key, value in kwargs.items() if value is not None}
     if len(args) != 2 or given != {"offs"} or not isinstance(args[0], Tensor):
