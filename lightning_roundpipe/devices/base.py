@@ -214,7 +214,7 @@ class Device(ABC):
         return
 
     def worth_copying(self, nbytes: int) -> bool:
-        """Return whether the host has room for ``nbytes`` of mapped weights in memory from which uploads are faster."""
+        """Return whether a copy of ``nbytes`` in `host_buffer` makes uploads from mapped files faster, and fits."""
         return False
 
     @abstractmethod
@@ -234,11 +234,11 @@ class Device(ABC):
         """
 
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
-        """Keep ``lent`` tensors, whose stream does not wait for ``compute``, until that has done the work now on it."""
+        """Keep ``lent`` tensors, whose stream does not wait for ``compute``, until its present work is done."""
         return
 
     def drop_finished(self) -> None:
-        """Release what streams keep for work that is done by now: by itself, each does so only at its next call."""
+        """Release what streams keep for work that is done by now, rather than at their next calls."""
         for stream in self.all_streams:
             stream.drop_finished()
 
@@ -258,9 +258,7 @@ class Device(ABC):
         return TrackedTensors()
 
     def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        """Count the tensors' storages, but those in an arena, as long as they live; raise `DeviceOutOfMemory` if one
-        does not fit.
-        """
+        """Count the tensors' storages, except arenas, as long as they live, or raise `DeviceOutOfMemory`."""
         return
 
     def saved_for_backward(self) -> AbstractContextManager[None]:

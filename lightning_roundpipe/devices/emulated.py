@@ -85,9 +85,7 @@ class EmulatedDevice(Device):
         self._ledger.end(arena.untyped_storage()._cdata, purpose)
 
     def _poison(self, fresh: Tensor) -> Tensor:
-        """Overwrite fresh memory, to show reads before the first write: memory that is reused may hold the right
-        values.
-        """
+        """Overwrite fresh memory, so that reads before the first write show: it may hold the right values."""
         if self._emulation.poison:
             ctypes.memset(fresh.untyped_storage().data_ptr(), POISON, fresh.untyped_storage().nbytes())
         return fresh

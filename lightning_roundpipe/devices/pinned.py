@@ -98,9 +98,7 @@ def host_buffer(nbytes: int, pin_memory: str) -> Tensor:
 
 
 def host_like(t: Tensor, pin_memory: str) -> Tensor:
-    """Return a host tensor with ``t``'s shape, dtype and strides, as `host_buffer` does. Expanded dimensions take no
-    memory.
-    """
+    """Return a host tensor like ``t``, from memory as in `host_buffer`. Expanded dimensions take no memory."""
     before = misalignment(t) if t.numel() else 0
     flat = _bytes_from(_slabs.take, (before + reach(t)) * t.element_size(), pin_memory)
     with torch.inference_mode(False):

@@ -78,9 +78,7 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
 
 @shared_context
 def counting_paused_in_transforms() -> Iterator[None]:
-    """Let transforms of ``torch.func`` that refuse hooks on saved tensors (``grad``) run uncounted inside the others'
-    hooks.
-    """
+    """Let transforms of ``torch.func`` that refuse hooks on saved tensors (``grad``) run, uncounted."""
     real = torch.autograd.graph.disable_saved_tensors_hooks
 
     @contextmanager

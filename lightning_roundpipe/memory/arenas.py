@@ -103,7 +103,7 @@ class Region:
 
 @dataclass(eq=False)
 class Place:
-    """The part of a `StageArena` that a slot has, from the arena's end or start, gradients behind the weights."""
+    """The part of a `StageArena` that a slot has. ``at_end``: whether it grows from the arena's end, not its start."""
 
     at_end: bool
     weights: Region

@@ -29,9 +29,7 @@ _SHARE = 0.9
 
 
 def memory_of_workers(options: Options, devices: Sequence[Device]) -> Memory | None:
-    """Return `worker_bytes`, or those of each worker if they differ, and no plan by hand may bring any stage to any
-    worker.
-    """
+    """Return `worker_bytes`, or those of each worker where they differ and no plan is written by hand."""
     each = [worker_bytes(options, [device]) for device in devices]
     known = tuple(size for size in each if size is not None)
     if options.plan_text is not None or len(known) < len(each) or min(known) >= _ALIKE * max(known):

@@ -34,9 +34,7 @@ from lightning_roundpipe.optim.split_masters import SplitTensor
 
 
 class FlatCopy:
-    """A copy of some masters in one flat host buffer. Its ``views`` are kept, because each update refreshes all of
-    them.
-    """
+    """A copy of some masters in one flat host buffer. The ``views`` are kept, as each update refreshes all of them."""
 
     def __init__(self, places: Sequence[ParamSlice], device: Device) -> None:
         self.buffer = device.host_buffer(size_of(places))
@@ -48,8 +46,7 @@ class FlatCopy:
 
 
 class FlatBuffer:
-    """One flat host buffer whose views are the masters; or the masters alone if they stay in their files
-    (``in_place``).
+    """One flat host buffer whose views are the masters; or masters alone that stay in their files (``in_place``).
 
     Attributes:
         segments: their slices in ``buffer``.
@@ -132,8 +129,7 @@ class FlatBuffer:
             self.refresh()
 
     def round(self, formats: Mapping[int, torch.dtype], *, share: bool = False) -> None:
-        """Make uploads read copies that are rounded to ``formats``, by index of the master; empty: they read ``source``
-        again.
+        """Make uploads read copies that are rounded to ``formats``, by index of the master; empty: not rounded.
 
         ``share``: whether masters and what uploads read share memory, where they can.
         """

@@ -275,9 +275,7 @@ class GradientPool:
         return self._wide.take(nbytes, keep=self.keeps)
 
     def give(self, block: _Block, filled: Event | None, *, lent: bool = False) -> None:
-        """Take a block back. ``filled``: the end of the last download into it. ``lent``: whether user code may hold
-        views of it.
-        """
+        """Take a block back, whose last download ends at ``filled``; ``lent``: user code may hold views of it."""
         block.home.give(block, filled, lent=lent)
         self.look_again()
 

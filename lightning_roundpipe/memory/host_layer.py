@@ -75,8 +75,7 @@ def make_buckets(
     layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *,
     double_buffered: bool = False,
 ) -> list[ParamBucket]:  # fmt: skip
-    """Return the buckets of a module in forward order and set each layer's ``bucket``. Layers that share masters share
-    it.
+    """Return the buckets of a module in forward order and set each layer's ``bucket``. Tied layers share a bucket.
 
     Those of ``masters``, all of the module's, that are in no layer make the first bucket, as user code may read them
     anywhere.

@@ -40,9 +40,7 @@ class InFlight:
         return self._calls[0][0]
 
     def add(self, end: Event, tensors: Any, *, counted: bool) -> None:
-        """Add a call with the ``tensors``, in nested lists, to keep until its ``end``; ``counted``: add their bytes to
-        ``nbytes``.
-        """
+        """Add a call with ``tensors``, in nested lists, to keep until its ``end`` and, if ``counted``, to count."""
         flat = _flat(tensors)
         storages = [tensor.untyped_storage() for tensor in flat if tensor.layout is torch.strided]
         others = [tensor.detach() for tensor in flat if tensor.layout is not torch.strided]

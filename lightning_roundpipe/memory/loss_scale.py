@@ -69,9 +69,7 @@ class Scales(Versioned):
         return self._known[version]
 
     def outside(self, version: int) -> float:
-        """Return the factor that multiplies the merged loss outside of the step, beside that in its gradients; update
-        ``last``.
-        """
+        """Return the factor of the merged loss, not of its gradients, outside of the step, and update ``last``."""
         if self.scale is None:
             return 1.0
         self.last = self._known[version]

@@ -103,9 +103,7 @@ class HostBuffers:
             return known[1]
 
     def _differs(self, place: Place, buffer: BufferOrAbsent) -> bool:
-        """Return whether ``buffer`` was written to by its ``data`` or ``numpy()``, as the first call after a step
-        finds.
-        """
+        """Return whether ``buffer`` was written to by its ``data`` or ``numpy()``, once for each step."""
         known = self._current[place][1]
         if place in self._compared or known.pending or not isinstance(buffer, Tensor) or not _is_plain(buffer):
             return False  # pending values are those of calls, which the buffer does not hold yet
@@ -311,9 +309,7 @@ class ReplicaBuffers:
         return {index: (id(buffer), _version(buffer)) for index, buffer in now.items()}
 
     def refuse_written(self, before: dict[int, tuple[int, int]]) -> None:
-        """Raise if a buffer was written to or replaced since `written` returned ``before``: a backward's writes would
-        be lost.
-        """
+        """Raise if a buffer was written to since `written` returned ``before``: a backward's writes are lost."""
         now = self.written()
         for index, original, _, name in self._buffers():
             if before.get(index, (id(ABSENT), 0)) != now[index]:

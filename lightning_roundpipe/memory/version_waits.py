@@ -15,9 +15,7 @@ class Versioned:
         self._waiting: list[tuple[int, Callable[[], None]]] = []
 
     def when(self, version: int, then: Callable[[], None]) -> bool:
-        """Have the publishing thread call ``then`` once ``version`` is published. Return False, without a call, if it
-        already is.
-        """
+        """Have the publishing thread call ``then`` once ``version`` is published; return False if it already is."""
         with self._lock:
             if self.version >= version:
                 return False

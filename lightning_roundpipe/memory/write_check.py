@@ -25,9 +25,7 @@ class WriteCheck:
         self._inner = [(m._modules, tuple(m._modules.values())) for m in self._state.modules if m._modules]
 
     def assert_unmodified(self) -> None:
-        """Raise if user code has changed or replaced a weight or an inner module since `snapshot`: workers have what
-        was there.
-        """
+        """Raise if user code has changed or replaced a weight or an inner module since `snapshot`."""
         for held, key, parameter, version, pointer in self._own:
             now = held.get(key)
             if now is not parameter:

@@ -68,9 +68,7 @@ class RoundedWeight(Tensor):
         return made
 
     def set_values(self, low: Tensor, whole: Callable[[], Tensor], of: RoundedWeight | None = None) -> None:
-        """Replace the values by rounded ones (``low``). ``whole`` returns the unrounded ones. ``of``: what this is a
-        view of.
-        """
+        """Replace the rounded values, what returns the unrounded ones, and the weight of which this is a view."""
         self._low, self._get_whole, self._whole, self._of = low, whole, None, of
 
     def release(self) -> None:

@@ -32,9 +32,7 @@ class Observers:
         self.acting: dict[tuple[int, str, int], bool] = {}
 
     def watched(self, modules: Sequence[nn.Module], *, again: bool) -> contextlib.AbstractContextManager[None] | None:
-        """Return the context of the run of a replica, which has ``modules``, if there are hooks. ``again``: it is a
-        repetition.
-        """
+        """Return the context of a replica's run, if its ``modules`` have hooks. ``again``: the run is a repetition."""
         held = [m.__dict__ for m in modules]
         if not (any(map(_FORWARD, held)) or any(map(_PRE, held))):
             return None

@@ -278,8 +278,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _add_chunk(inputs: list[Tensor | None], sums: list[Tensor | None], target: Tensor, finish: Finish) -> Tensor:
-    """Return the summed loss of a chunk's tokens, and add its gradients by ``inputs`` (hidden states, weight, bias)
-    to ``sums``."""
+    """Return the summed loss of a chunk's tokens, and add its gradients by the ``inputs`` to ``sums``."""
     chunk, weight, bias = inputs
     assert chunk is not None and weight is not None
     scored = (target != _IGNORED)[:, None]

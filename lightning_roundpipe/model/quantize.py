@@ -178,9 +178,7 @@ def refuse_full_training(model: nn.Module) -> None:
 
 
 def refuse_adapted_experts(model: nn.Module, lora: PeftConfig) -> None:
-    """Raise if ``lora``, as PEFT has completed it for ``model``, asks for adapters in packed experts, which PEFT leaves
-    out.
-    """
+    """Raise if ``lora``, as PEFT has completed it, asks for adapters in packed experts, which PEFT leaves out."""
     from lightning_roundpipe.model.quantize_experts import ExpertWeights
 
     experts = [name for name, module in model.named_modules() if isinstance(module, ExpertWeights)]

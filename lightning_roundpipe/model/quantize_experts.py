@@ -183,9 +183,7 @@ _apply_grouped: Callable[..., Tensor] = _GroupedProduct.apply
 
 
 def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return what ``func`` gives, an operation of torch that was given all experts of a layer; raise if it is no
-    product.
-    """
+    """Return what ``func`` gives, an operation of torch that was given experts; raise if it is no product of rows."""
     given = {key for key, value in kwargs.items() if value is not None}
     if len(args) != 2 or given != {"offs"} or not isinstance(args[0], Tensor):
         raise AllExpertsError(getattr(func, "__name__", str(func)))
@@ -196,11 +194,7 @@ def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def unpack_experts(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of all experts from their bytes and ``QuantState``. On the CPU, those without rows hold
-    anything.
-
-    ``ends``: where the rows of each expert end.
-    """
+    """Return the matrices of all experts, whose rows end at ``ends``. On the CPU, those without rows hold anything."""
     found = find_copy(state, dtype, dtype)
     experts, rows, columns = state.shape
     there: set[int] = set() if found is None else found.there

@@ -186,7 +186,7 @@ class Registrations:
 
 
 class ReplicaAttributes:
-    """The attributes of a replica's modules (``localized``), which each call sets to what the layer's were."""
+    """The attributes of a replica's modules, which each call sets to what the layer's were, ``localized``."""
 
     def __init__(self, modules: list[nn.Module], localized: Callable[[Any], Any]) -> None:
         self._modules, self._localized = modules, localized

@@ -16,9 +16,7 @@ from lightning_roundpipe.model.quantized import holdings
 
 
 class Structure:
-    """The modules and parameters of a model at the time of creation, and ``layers`` inside it that workers have
-    replicas of.
-    """
+    """The modules and parameters of a model at the time of creation. Workers have replicas of the ``layers``."""
 
     def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         inside = list({id(m): m for layer in layers for m in layer.modules()}.values())

@@ -111,9 +111,7 @@ _READ = {*VIEWS, DATA, DTYPE, Tensor.device.__get__}
 
 
 class Accumulators:
-    """The accumulator nodes of all trained masters, with a prehook on each; kept alive, or each graph would get new
-    ones.
-    """
+    """The accumulator nodes of all trained masters, with a prehook. They are kept, or graphs make new ones."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, tuple[Any, RemovableHandle]] = {}

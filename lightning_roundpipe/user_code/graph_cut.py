@@ -77,8 +77,7 @@ class Gradients:
         self.parts, self.arrivals, self.expected, self.closed = [()] * count, 0, False, False
 
     def add(self, index: int, gradient: Tensor, home: Device | None) -> None:
-        """Add a part of one gradient, which is on ``home``. Parts are summed from first to last, so that no plan
-        changes a bit.
+        """Add a part of one gradient, which is on ``home``. Parts are summed in order, so that no plan changes a bit.
 
         Raises:
             RoundPipeError: the backward of the call is over, or has not begun.

@@ -26,9 +26,7 @@ class HostToDeviceCopier:
         self._devices = devices
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the result of ``to``, ``cuda``, ``tensor``, ``as_tensor`` or ``new_tensor`` if it copies host data to
-        a device.
-        """
+        """Return the result of ``to``, ``cuda``, ``tensor``, ``as_tensor`` or ``new_tensor`` on a device, else None."""
         if name in ("to", "cuda"):
             if args[0].device.type != "cpu" or (asked := _parse_move(name, args[1:], kwargs)) is None:
                 return None

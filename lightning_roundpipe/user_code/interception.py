@@ -100,11 +100,9 @@ def intercepted(
 
 @contextlib.contextmanager
 def without_caches(root: nn.Module) -> Iterator[list[str]]:
-    """Switch off key-value caches, which a recomputation would fill again, and gradient checkpointing of Hugging Face
-    models.
+    """Switch off key-value caches and gradient checkpointing of Hugging Face models, and yield the settings' names.
 
-    Yields:
-        The names of the settings that are off.
+    A recomputation would fill a cache a second time, and checkpointing would repeat what is recomputed anyway.
     """
     configs = {
         id(config): config for module in root.modules() if (config := getattr(module, "config", None)) is not None

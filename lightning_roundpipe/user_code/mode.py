@@ -158,7 +158,7 @@ class UserCodeMode(TorchFunctionMode):
     def _backward(
         self, tensors: Sequence[Any], grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
     ) -> None:
-        """Run ``torch.autograd.backward``, around which torch leaves the mode, and user code in it under this mode."""
+        """Run ``torch.autograd.backward``, for which torch leaves the mode, and user code in it under it."""
         grad_list = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
         grads = torch.autograd._make_grads(tensors, grad_list, is_grads_batched=False)
         retain = create_graph if retain_graph is None else retain_graph

@@ -160,9 +160,7 @@ class SharedAttributes:
         self.restored.discard(place)
 
     def see_end(self, place: Place, *, left: bool, differed: bool) -> None:
-        """Note how a view has treated an attribute: whether it has ``left`` it changed, and others could have seen
-        that.
-        """
+        """Note whether a view has left an attribute changed, and whether others could have seen it changed."""
         if left:
             self.make_persistent(place)
         elif differed and place not in self._left:

@@ -36,9 +36,7 @@ class TorchThreadState(NamedTuple):
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...], thread_locals: Sequence[threading.local] = ()) -> TorchThreadState:
-        """Capture the calling thread's modes, of ``device_types`` that compute; for the last argument see
-        `thread_locals_of`.
-        """
+        """Capture the calling thread's modes, for devices of these types, and the contents of ``thread_locals``."""
         autocast = tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types])
         local = tuple([_Local(value, dict(vars(value))) for value in thread_locals])
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, local)
