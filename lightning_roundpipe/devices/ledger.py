@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import final
 
 import torch
@@ -176,10 +175,12 @@ class LedgerTrackedTensors(TrackedTensors):
             raise
 
     def release(self) -> None:
-        with suppress(KeyError):  # another thread releases them, too
+        try:
             while self._storages:
                 key, storage = self._storages.popitem()
                 self._ledger.end(key, self._purpose)
                 del storage  # last: from here on, another storage may get its address
+        except KeyError:  # another thread releases them, too
+            return
 
     __del__ = release
