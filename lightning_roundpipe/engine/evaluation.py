@@ -256,7 +256,7 @@ class Batch(CallingThread):
         self.sections.release_successors()
 
     def _wait_for(self, signal: Signal) -> None:
-        self.context.pool.baton.wait(self.runner, signal.then)
+        self.context.pool.baton.wait(signal.then)
 
     def _wait_for_before(self) -> None:
         if self._before is not None:

@@ -33,7 +33,7 @@ from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Baton, Computing, Runner
+from lightning_roundpipe.engine.sync import Baton, Computing
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.notes import FaultPlace, noted
@@ -265,16 +265,14 @@ class Executor:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, *, keep_graph: bool,
-        carries: int | None = None,
-    ) -> Outcome:  # fmt: skip
+        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], *, keep_graph: bool, carries: int | None = None
+    ) -> Outcome:
         """Run a call.
 
         Args:
             call: the call.
             slot: an open slot that has the layer's weights.
             inputs: its tensors on this worker.
-            runner: the calling thread.
             keep_graph: whether the graph is kept for the backward.
             carries: least FLOPs a byte of products that go to the host for the recomputation; None: none does.
                 Compiled code has none.
@@ -283,7 +281,7 @@ class Executor:
             What user code gets.
         """
         layer, worker = call.layer, self.worker
-        tensors = self._take(slot, layer, inputs, runner)
+        tensors = self._take(slot, layer, inputs)
         replica, buffers = self._copy(slot, layer)
         grad = call.environment.thread_state.grad
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
@@ -294,7 +292,7 @@ class Executor:
             gathering = None
             if carries is not None and not self._compiler.compiled:
                 gathering = Gathering(self.device, draws=layer.index in self._randomness.draws, least=carries)
-            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", gathering, grad=grad)
+            run, aliases, sink = self._run(call, slot, tensors, replica, "forward", gathering, grad=grad)
             found = run.tensors
             if gathering is not None and run.differentiable:
                 call.carried = gathering.send(slot.spec.recorder, call.microbatch)
@@ -325,7 +323,7 @@ class Executor:
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink
-        worker.keep_until_computed(runner, tensors, run.differentiable)
+        worker.keep_until_computed(tensors, run.differentiable)
         if call.reconnect is not None:
             self._reconnect(call, run, originals)
         for known, clone in clones.items():
@@ -337,18 +335,18 @@ class Executor:
         shared = [originals.get(id(t), t) for t in shared]
         return Outcome(caller(run.output), run.copies, run.written, mutated, shared, sets, caller)
 
-    def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
+    def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving]) -> list[Tensor]:
         """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
         worker = self.worker
-        could = worker.wait_for_weights(slot, layer, [event for _, event in inputs if event is not None], runner)
+        could = worker.wait_for_weights(slot, layer, [event for _, event in inputs if event is not None])
         if could is not None:
             slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
         return [tensor for tensor, _ in inputs]
 
-    def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
+    def _arrived(self, inputs: Sequence[Arriving]) -> list[Tensor]:
         for _, event in inputs:
             if event is not None:
-                self.worker.follow(event, runner)
+                self.worker.follow(event)
         return [tensor for tensor, _ in inputs]
 
     def _copy(self, slot: Slot, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
@@ -358,7 +356,7 @@ class Executor:
         return known
 
     def _run(
-        self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, runner: Runner, kind: str,
+        self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, kind: str,
         carrying: Gathering | Returning | None = None, *, grad: bool,
     ) -> tuple[_Ran, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
@@ -394,7 +392,7 @@ class Executor:
                 return collecting(forward, *built.args, **built.kwargs)
 
         try:
-            result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
+            result, collected = self._compute(call, slot, kind, code, keeps_baton=draws)
         finally:  # user code may catch what the layer raises
             if draws:
                 self._randomness.end(layer.index)
@@ -455,20 +453,18 @@ class Executor:
         lender, lent = call.environment.lender, seen.borrows or []
         return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
 
-    def _compute(
-        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, code: Callable[[], T], *, keeps_baton: bool
-    ) -> T:
+    def _compute(self, call: LayerCall, slot: Slot, kind: str, code: Callable[[], T], *, keeps_baton: bool) -> T:
         """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it ``keeps_baton``.
 
         While torch compiles, it saves and restores generators that others draw from.
         """
-        layer, device, compute = call.layer, self.device, self.device.compute
+        layer, device, compute, runner = call.layer, self.device, self.device.compute, self._baton.runner
         keeps_baton = (
             keeps_baton or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
         )
         gives_up = not keeps_baton and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
         name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch)
-        with Computing(self._baton, runner) if gives_up else NOTHING, device.acquire_core():
+        with Computing(self._baton) if gives_up else NOTHING, device.acquire_core():
             start = compute.record(timed=True)
             runner.inside = layer.name, kind
             try:
@@ -538,7 +534,7 @@ class Executor:
 
     def backward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], gradients: Sequence[Sequence[Arriving]],
-        factor: float, runner: Runner,
+        factor: float,
     ) -> list[Tensor | None]:  # fmt: skip
         """Run a call's backward, after its recomputation unless its graph was kept.
 
@@ -548,7 +544,6 @@ class Executor:
             inputs: its saved tensors on this worker, and its carried products behind them.
             gradients: of each of its outputs, in parts.
             factor: by which gradients of parameters are multiplied before they are added to the sums.
-            runner: the calling thread.
 
         Returns:
             The gradient of each of the inputs that need one.
@@ -557,12 +552,12 @@ class Executor:
         replica, buffers = self._copy(slot, layer)
         meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
         if call.graph is None:
-            self.recompute(call, slot, inputs, runner)
+            self.recompute(call, slot, inputs)
         assert call.graph is not None
         (outputs, sink), call.graph = call.graph, None
         roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
         del outputs
-        values = [functools.reduce(torch.add, self._arrived(parts, runner)) for parts in gradients if parts]
+        values = [functools.reduce(torch.add, self._arrived(parts)) for parts in gradients if parts]
         device.track_until_freed(values, GRADIENTS)
         sums = worker.gradients_of(slot, call.index)
         replica.train(call.environment.trained)
@@ -576,7 +571,7 @@ class Executor:
             # Other calls may reach the same stand-in's graph.
             code = functools.partial(run_backward, roots, values, retain_graph=bool(layer.seen.reaches_out))
             with watched:
-                self._compute(call, slot, "backward", runner, code, keeps_baton=keeps_baton)
+                self._compute(call, slot, "backward", code, keeps_baton=keeps_baton)
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
@@ -591,27 +586,26 @@ class Executor:
         if meter is not None and call.traced is not None:
             call.traced.activation_bytes = max(call.traced.activation_bytes, meter.read())
             call.traced.returning_bytes = storage_bytes(values)
-        worker.keep_until_computed(runner, values, present)
+        worker.keep_until_computed(values, present)
         return found
 
-    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner) -> None:
+    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
-        there, count = self._take(slot, call.layer, inputs, runner), len(call.inputs.saved)
+        there, count = self._take(slot, call.layer, inputs), len(call.inputs.saved)
         returning = None
         if call.carried.products:
             [block] = there[count:]
             returning = Returning(call.carried.products, block, self.device.generator)
-        outputs, sink = self._recompute(call, slot, there[:count], runner, returning)
+        outputs, sink = self._recompute(call, slot, there[:count], returning)
         if returning is not None and not returning.has_fitted():
-            outputs, sink = self._recompute(call, slot, there[:count], runner)
+            outputs, sink = self._recompute(call, slot, there[:count])
         self._check(call, outputs)
         self.device.track_until_freed(outputs, OUTPUTS)
         call.graph = outputs, sink
 
     def _recompute(
-        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], runner: Runner,
-        returning: Returning | None = None,
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], returning: Returning | None = None
+    ) -> tuple[list[Tensor], Gradients]:
         layer, device = call.layer, self.device
         replica, buffers = self._copy(slot, layer)
         if buffers:
@@ -620,9 +614,8 @@ class Executor:
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(inputs, INPUTS), call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
-                functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute",
-                returning,
-            )  # fmt: skip
+                functools.partial(self._run, grad=True), call, slot, inputs, replica, "recompute", returning
+            )
         if buffers:
             buffers.discard()
         return run.differentiable, sink

@@ -297,7 +297,7 @@ class ManualMicrobatch(Microbatch):
                 self.weights.forget(call)
         self.tape.pending += left[::-1]
         for slot in slots:
-            self.context.pool.baton.wait(self.turns.runner, slot.gradients.sent.then)
+            self.context.pool.baton.wait(slot.gradients.sent.then)
 
 
 class _ManualUserCode(UserCodeMode):

@@ -85,12 +85,12 @@ class CallingThread:
         Errors fail the step, which raises them in the main thread. The ``predecessors`` of a microbatch return their
         losses first, as Lightning comes to them before.
         """
-        baton, runner = self.context.pool.baton, self.runner
-        baton.acquire(runner)
+        baton = self.context.pool.baton
+        baton.acquire(self.runner)
         try:
             self.spec.scope.check()
             if self._after is not None:
-                baton.wait(runner, self._after.then)
+                baton.wait(self._after.then)
             self._run(function)
             self.turns.release()
         except BaseException as error:
@@ -199,7 +199,7 @@ class Microbatch(CallingThread):
             self.sections.begun.set()
             self.turns.release()
             for other in predecessors:
-                self.context.pool.baton.wait(self.runner, other.ready.then)
+                self.context.pool.baton.wait(other.ready.then)
         except BaseException:
             return  # another one has failed
         if all(other.result.error is None for other in predecessors):

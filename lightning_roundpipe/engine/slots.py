@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.step_spec import StepSpec
-from lightning_roundpipe.engine.sync import Baton, Runner, Signal
+from lightning_roundpipe.engine.sync import Baton, Signal
 from lightning_roundpipe.memory.arenas import Place
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -178,7 +178,7 @@ class TicketQueue:
         self._tickets = slot.end
         self.slots.append(slot)
 
-    def acquire(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+    def acquire(self, slot: Slot, microbatch: int, coming: Callable[[], None] | None = None) -> None:
         """Wait for the turn of ``microbatch`` in ``slot`` [1].
 
         ``coming`` is called once the turn is the next one, on any thread that holds the baton, unless it has come.
@@ -195,10 +195,10 @@ class TicketQueue:
             return True
 
         if self._serving == ticket:  # it keeps its rank, and thus the baton: to hand it over takes tens of microseconds
-            self._baton.offer(runner)
+            self._baton.offer()
         else:
-            runner.rank = slot.index  # the oldest slot first, as its worker's next one waits for its end
-            self._baton.wait(runner, subscribe)
+            self._baton.runner.rank = slot.index  # the oldest slot first, as its worker's next one waits for its end
+            self._baton.wait(subscribe)
 
     def release(self, slot: Slot, microbatch: int) -> None:
         """End a turn, or give up one that has not come [2]."""

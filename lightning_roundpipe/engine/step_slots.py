@@ -204,7 +204,7 @@ class Turns:
     def wait_for(self, what: Versioned, version: int) -> None:
         """Give the baton up until a version is published."""
         if not what.has(version):
-            self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))
+            self.context.pool.baton.wait(functools.partial(what.when, version))
 
     def publish_progress(self) -> None:
         """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
@@ -264,7 +264,7 @@ class Turns:
             self.acquire(slot, saved, lent=lent)
         else:
             memory = worker.spare if self.round else worker.planned
-            worker.open(slot, memory, self.runner, None if call.layer.index in self.outside else self.slot)
+            worker.open(slot, memory, None if call.layer.index in self.outside else self.slot)
         return CallTurn(executor, call, slot, phase, memory)
 
     def acquire(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
@@ -275,7 +275,7 @@ class Turns:
         self.slot = slot
         worker = self.context.pool.workers[slot.worker]
         coming = functools.partial(self._bring_ahead, worker, saved, lent=lent) if saved else None
-        worker.acquire(slot, self.microbatch, self.runner, coming)
+        worker.acquire(slot, self.microbatch, coming)
 
     def _bring_ahead(self, worker: Worker, saved: Sequence[HostTensor], *, lent: bool = True) -> None:
         try:

@@ -150,7 +150,7 @@ class UserSections:
         """Wait for a device while others run. A microbatch behind this one cannot come to the same code meanwhile."""
         if self._draws or not self.is_open:
             return wait()
-        with self._outside(), GivenUp(self.context.pool.baton, self.turns.runner):
+        with self._outside(), GivenUp(self.context.pool.baton):
             return wait()
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Room
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot, TicketQueue
-from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
+from lightning_roundpipe.engine.sync import Baton, GivenUp, Signal
 from lightning_roundpipe.engine.uploads import WeightUploads
 from lightning_roundpipe.memory.arenas import Arena, StageArena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
@@ -253,28 +253,27 @@ class Worker:
             if not (slot.opened and self._prefetch):
                 return
 
-    def acquire(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+    def acquire(self, slot: Slot, microbatch: int, coming: Callable[[], None] | None = None) -> None:
         """Wait for a microbatch's turn, and open the slot if it is the first. ``coming``: see `TicketQueue.acquire`."""
-        self.tickets.acquire(slot, microbatch, runner, coming)
+        self.tickets.acquire(slot, microbatch, coming)
         if not slot.opened:
-            self.open(slot, self.planned, runner)
+            self.open(slot, self.planned)
             self._prepare_next()
 
-    def open(self, slot: Slot, memory: SlotMemory, runner: Runner, present: Slot | None = None) -> None:
+    def open(self, slot: Slot, memory: SlotMemory, present: Slot | None = None) -> None:
         """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way.
 
         Args:
             slot: the slot.
             memory: where.
-            runner: the calling thread.
             present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
         for before in slot.gradients.after if not slot.gradients.own_sums else ():
-            self._baton.wait(runner, before.gradients.sent.then)
+            self._baton.wait(before.gradients.sent.then)
         if memory.last is not None:
-            self._baton.wait(runner, memory.last.then)
+            self._baton.wait(memory.last.then)
         if present is not None and all(map(present.has, slot.layers)):
-            self._share(slot, present, runner)
+            self._share(slot, present)
         if slot.weights.place is None:
             weights = 0 if slot.weights.shares else sum(layer.weights.nbytes for layer in slot.layers)
             needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
@@ -293,12 +292,12 @@ class Worker:
             for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
                 self.replica(slot, layer).copies.open(room)
 
-    def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
+    def _share(self, slot: Slot, present: Slot) -> None:
         """Let a slot have the weights of the present one."""
         slot.weights.shares = True
         for layer in slot.layers:
             upload = present.weights.uploads[layer.index]
-            self._baton.wait(runner, upload.enqueued.then)
+            self._baton.wait(upload.enqueued.then)
             slot.weights.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
             if slot.readiness is not None:
                 slot.readiness.uploading(layer.bucket, upload.end)
@@ -327,7 +326,7 @@ class Worker:
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.spec.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
-    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Sequence[Event], runner: Runner) -> Event | None:
+    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Sequence[Event]) -> Event | None:
         """Have the compute stream wait for the upload of ``layer`` and for ``inputs`` [2].
 
         Returns:
@@ -339,33 +338,33 @@ class Worker:
         there = upload.enqueued.is_set and all(event.done() for event in (upload.end, *inputs))
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
-            self._baton.wait(runner, upload.enqueued.then)
-        self.follow(upload.end, runner)
+            self._baton.wait(upload.enqueued.then)
+        self.follow(upload.end)
         for event in inputs:
-            self.follow(event, runner)
+            self.follow(event)
         return could
 
-    def follow(self, event: Event, runner: Runner) -> None:
+    def follow(self, event: Event) -> None:
         """Have the compute stream wait for ``event``."""
         if self.device.backward_needs_interpreter and not event.done():  # compute is the calling thread itself
-            with GivenUp(self._baton, runner):
+            with GivenUp(self._baton):
                 event.wait()
         self.device.compute.wait(event)
 
-    def wait_for_copies(self, runner: Runner) -> None:
+    def wait_for_copies(self) -> None:
         """Have the compute stream wait for the last call's copies to the host, so that one call's take memory."""
         before, self.copying = self.copying, []
         for event in before:
-            self.follow(event, runner)
+            self.follow(event)
 
-    def wait_for_products(self, runner: Runner) -> None:
+    def wait_for_products(self) -> None:
         """Wait until the products of one call at most are on their way to the host: another call's take memory now.
 
         The host waits itself, as a call that is enqueued has its memory.
         """
         while len(self.carrying) > 1:
             if not (oldest := self.carrying.popleft()).done():
-                with GivenUp(self._baton, runner):
+                with GivenUp(self._baton):
                     oldest.wait()
         self.device.drop_finished()
 
@@ -423,7 +422,7 @@ class Worker:
 
     # -- what is in flight --------------------------------------------------------------------------------------------
 
-    def keep_until_computed(self, runner: Runner, *tensors: Any) -> None:
+    def keep_until_computed(self, *tensors: Any) -> None:
         """Keep tensors until what is enqueued has been computed, and limit how far the host runs ahead."""
         flying, end = self._in_flight, self.device.compute.record()
         if not flying and end.done():
@@ -433,7 +432,7 @@ class Worker:
             flying.land()
         while len(flying) > IN_FLIGHT and (not self.lead or flying.nbytes > self.lead):
             oldest = flying.oldest
-            with GivenUp(self._baton, runner):
+            with GivenUp(self._baton):
                 oldest.wait()
             while flying and flying.oldest.done():
                 flying.land()
