@@ -106,7 +106,7 @@ class Engine:
         self._updates.offer(batch)
         self._optimizer = optimizer
         self._updates.submit(None)
-        self._came = lambda: readiness.set_read(())
+        self._came = lambda: readiness.forward_ended(())
 
     def finish(self) -> None:
         """Gradients come, and everything is updated."""

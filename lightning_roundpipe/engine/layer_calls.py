@@ -94,7 +94,7 @@ class LayerCalls:
         if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
-            turns.slots.discard(call.slot)
+            call.slot.report_closed()
         return result
 
     def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
@@ -227,7 +227,7 @@ class Tape:
             if call.gradients:
                 self.backward(call)
             elif call.slot is not None:
-                self.turns.slots.discard(call.slot)
+                call.slot.report_closed()
             call.gradients.close()
             call.graph = call.slot = None
 

@@ -23,6 +23,7 @@ from lightning_roundpipe.engine.sync import Baton, Signal
 from lightning_roundpipe.memory.arenas import Place
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
@@ -144,6 +145,32 @@ class Slot:
         for upload in self.weights.uploads.values():
             upload.segment = None
         self.gradients.release()
+
+    def report_to(self, readiness: GradReadiness) -> None:
+        """Let ``readiness`` know of the uploads and gradients that are to come."""
+        self.readiness = readiness
+        adding = [sums.layer.bucket for sums in self.sums.values()]
+        readiness.expect([*adding, *self._without_gradients()], [layer.bucket for layer in self.layers])
+
+    def report_upload(self, layer: HostLayer, end: Event) -> None:
+        """Report that the upload of a layer's weights, which ends at ``end``, is enqueued."""
+        if self.readiness is not None:
+            self.readiness.uploading(layer.bucket, end)
+
+    def report_sent(self, call: int) -> None:
+        """Report that the gradients of ``call`` are on their way: no microbatch adds to them any more."""
+        if self.readiness is not None:
+            self.readiness.passed([self.sums[call].layer.bucket])
+
+    def report_closed(self) -> None:
+        """Report that it is closed, or will not open: no gradients come that are not on their way."""
+        if self.readiness is not None:
+            unsent = [self.sums[call].layer.bucket for call, left in self.gradients.left.items() if not left.is_set]
+            self.readiness.passed([*unsent, *self._without_gradients()])
+
+    def _without_gradients(self) -> list[ParamBucket]:
+        adding = [sums.layer for sums in self.sums.values()]
+        return [layer.bucket for layer in self.layers if layer not in adding]
 
     def ticket(self, microbatch: int) -> int:
         return self.first + microbatch - self.microbatches[0]

@@ -259,12 +259,12 @@ class Step:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
         microbatches = self.microbatches
         if all(microbatch.result.loss is None for microbatch in microbatches):
-            self.readiness.set_read(set())
+            self.readiness.forward_ended(set())
             return None
         context, learned = self.context, self.context.learned
         read = set().union(*(microbatch.weights.read for microbatch in microbatches))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
-        self.readiness.set_read(learned.read_by_user_code)
+        self.readiness.forward_ended(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
         proxies = [microbatch.weights.mode.proxies for microbatch in microbatches]
         counts = [microbatch.result.weight for microbatch in microbatches]

@@ -76,7 +76,6 @@ class StepSlots:
 
     def enqueue(self) -> None:
         """Add all slots to their workers' turns."""
-        self._expect(self.all)
         for slot in self.all:
             self._context.pool.workers[slot.worker].add(slot)
 
@@ -97,15 +96,13 @@ class StepSlots:
         return slot
 
     def _follow(self, slot: Slot) -> None:
-        """Let a slot go on with the sums of those that add to them before."""
+        """Let a slot go on with the sums of those that add to them before, and report what it adds."""
         for sums in slot.sums.values():
             if (before := self._adding.get(id(sums))) is not None:
                 slot.gradients.after.append(before)
             self._adding[id(sums)] = slot
-
-    def _expect(self, slots: Sequence[Slot]) -> None:
         if self._readiness is not None:
-            self._readiness.expect(slots)
+            slot.report_to(self._readiness)
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
 
@@ -128,15 +125,9 @@ class StepSlots:
             {} if sums is None else {call.index: sums}, [call.microbatch], self.spec,
         )  # fmt: skip
         self._follow(slot)
-        self._expect([slot])
         if numbered:
             self.all.append(slot)
         return slot
-
-    def discard(self, slot: Slot) -> None:
-        """Leave out a slot of `on_demand` that has not opened."""
-        if slot.readiness is not None:
-            slot.readiness.closed(slot)
 
     def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
         """Return the host sums of a call's gradients, of all microbatches or of one; None if nothing is trained."""

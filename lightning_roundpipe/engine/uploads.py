@@ -93,8 +93,7 @@ class WeightUploads:
         upload.end = end
         where = EventSource(slot.index, slot.phase, -1, layer.name)
         slot.spec.recorder.add("upload_weights", self._device.index, start, end, -1, layer.weights.nbytes, where)
-        if slot.readiness is not None:
-            slot.readiness.uploading(layer.bucket, end)
+        slot.report_upload(layer, end)
         upload.enqueued.set()
 
     def forget(self) -> None:

@@ -70,8 +70,7 @@ class GradientSender(TaskThread):
             gradients = slot.gradients.on_worker.pop(call)
             if not any(gradients.present):
                 slot.gradients.left[call].set()
-                if slot.readiness is not None:
-                    slot.readiness.gradients_sent(slot, call)
+                slot.report_sent(call)
                 continue
             with self.device.compute.running():  # who closes a slot may be on another device
                 gradients.narrow()
@@ -106,15 +105,9 @@ class GradientSender(TaskThread):
             where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
             nbytes = gradients.host.layout.travel_nbytes
             slot.spec.recorder.add("download_gradients", self.device.index, start, left, -1, nbytes, where)
-            if slot.readiness is not None:
-                slot.readiness.gradients_sent(slot, call)
+            slot.report_sent(call)
         except BaseException as error:
             scope.fail(error)
-
-    def skip(self, slot: Slot) -> None:
-        """Report that a slot is closed which has had no place."""
-        self._in_order(functools.partial(self._report_closed, slot), waits=False)
-        slot.release()
 
     def free_place(self, slot: Slot, memory: SlotMemory, pending: list[int]) -> None:
         """Free the place of a slot behind all its gradients [4].
@@ -142,16 +135,11 @@ class GradientSender(TaskThread):
                         stream.poison(memory.arena.bytes_of(region.start, region.end))
                         region.last_use = stream.record()
                 memory.uploads.proceed()
-                self._report_closed(slot)
+                slot.report_closed()
         except BaseException as error:
             slot.spec.scope.fail(error)
         finally:
             slot.release()
-
-    @staticmethod
-    def _report_closed(slot: Slot) -> None:
-        if slot.readiness is not None:
-            slot.readiness.closed(slot)
 
     def fence(self) -> Waiter:
         """Return what is woken when all gradients are on their way."""
@@ -299,8 +287,7 @@ class Worker:
             upload = present.weights.uploads[layer.index]
             self._baton.wait(upload.enqueued.then)
             slot.weights.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
-            if slot.readiness is not None:
-                slot.readiness.uploading(layer.bucket, upload.end)
+            slot.report_upload(layer, upload.end)
 
     def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
@@ -384,7 +371,8 @@ class Worker:
         memory = memory or self.planned
         compute = self.device.compute
         if (place := slot.weights.place) is None:  # all its microbatches have left it out, and it was not prepared
-            self.sender.skip(slot)
+            slot.report_closed()
+            slot.release()
             return self._prepare_next()
         pending = [layer.index for layer in slot.layers if not slot.weights.uploads[layer.index].enqueued.is_set]
         for layer in slot.layers:

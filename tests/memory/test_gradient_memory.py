@@ -225,7 +225,7 @@ def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
     pool.take(BYTES)
     pool.draining = readiness
-    readiness.set_read(())
+    readiness.forward_ended(())
     thread = waiting(pool)
     updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)
