@@ -70,33 +70,6 @@ class WindowResult:
     show: Callable[[int], None] = lambda microbatch: None
 
 
-class _StepSettings:
-    """The settings that hold while a step is in flight.
-
-    Args:
-        module: the user's LightningModule.
-        device: any device.
-    """
-
-    def __init__(self, module: nn.Module, device: Device) -> None:
-        self._module, self._device = module, device
-        self._around = contextlib.ExitStack()
-        self._switched_off: list[str] | None = None
-
-    def enter(self) -> list[str]:
-        """Enter them, unless they hold. Returns what was switched off."""
-        if self._switched_off is None:
-            self._switched_off = self._around.enter_context(without_caches(self._module))
-            self._around.enter_context(self._device.step_settings())
-            self._around.enter_context(observed_writes())
-        return self._switched_off
-
-    def close(self) -> None:
-        """Leave them."""
-        self._switched_off = None
-        self._around.close()
-
-
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
 
@@ -141,7 +114,8 @@ class Engine:
         """The gradients behind the losses that the last window returned."""
         self._looked_at = False
         """Whether user code may have read or written weights since the last window, or a step has failed."""
-        self._settings = _StepSettings(model.module, devices[0])
+        self._settings: contextlib.ExitStack | None = None
+        """What holds while a step is in flight."""
         self.evaluations = Evaluations(
             self.context, self._interceptors, self._metrics.bring_to_host, self.reports.count, self.hints.say
         )
@@ -187,8 +161,8 @@ class Engine:
         step = Step(
             context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan
         )
+        self._set_up()
         context.gradients.pool.keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
-        switched_off = self._set_up()
         runs: list[Microbatch] = []
         try:
             with self._failing(step):
@@ -205,7 +179,6 @@ class Engine:
                 self.model.buffers.settle()
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
-            self.hints.after_step(switched_off)
             self.planner.learn(step, self._drain)
             self._gradients = step.gradients
             if self.updates is not None and step.gradients is not None:
@@ -238,7 +211,8 @@ class Engine:
         """
         self._prepare(zero_grad=False)
         context = self.context
-        step, switched_off = ManualStep(context, seed, self.updates), self._set_up()
+        step = ManualStep(context, seed, self.updates)
+        self._set_up()
         context.gradients.pool.keeps = True
         devices = CallerRandomState(context.pool.devices)
         try:
@@ -258,7 +232,6 @@ class Engine:
             self._metrics.bring_to_host()
         finally:
             self._drain()
-        self.hints.after_step(switched_off)
         return output
 
     def current_log(self) -> LogRecorder:
@@ -390,7 +363,9 @@ class Engine:
                     self._step_in_flight = None
                 self._end(step)
         finally:
-            self._settings.close()
+            if self._settings is not None:
+                self._settings.close()
+                self._settings = None
 
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Account for ``step``, of which nothing is in flight any more, and release it."""
@@ -400,11 +375,16 @@ class Engine:
             self.reports.finished(step)
         step.release()
 
-    def _set_up(self) -> list[str]:
-        """Enter the settings that hold until no step is in flight. Returns what was switched off."""
-        for device in self.context.pool.devices:
+    def _set_up(self) -> None:
+        """Enter the settings that hold until no step is in flight."""
+        devices = self.context.pool.devices
+        for device in devices:
             device.follow_caller()
-        return self._settings.enter()
+        if self._settings is None:
+            around = self._settings = contextlib.ExitStack()
+            self.hints.of_settings(around.enter_context(without_caches(self.model.module)))
+            around.enter_context(devices[0].step_settings())
+            around.enter_context(observed_writes())
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 

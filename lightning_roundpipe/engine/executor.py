@@ -175,39 +175,18 @@ class LayerCall:
 
 
 @dataclass(slots=True)
-class _Ran:
-    """What one run of a layer's code has given.
-
-    Attributes:
-        output: what it returned, and what output collectors have gathered.
-        copies: for each list, dict or object that it was given, the caller's and the copy.
-        written: attributes that it has set.
-        mutated: tensors that it was given and has written to, by position.
-        fills_attributes: whether containers that are attributes went in, which it may have filled.
-        tensors: the tensors in all of these, without those that it was given.
-        differentiable: those of them that require grad.
-    """
-
-    output: Any
-    copies: list[tuple[Any, Any]]
-    written: list[tuple[int, str, Any]]
-    mutated: list[tuple[int, Tensor]]
-    fills_attributes: bool
-    tensors: list[Tensor] = field(default_factory=list)
-    differentiable: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Outcome:
-    """What a call gives to user code.
+    """What a run of a layer's code has given, and what user code gets of that.
 
     Attributes:
         result: what the layer returned, and what output collectors have gathered.
         copies: for each list, dict or object that it was given, the caller's and the copy.
         written: attributes that it has set, with values as the layer has them.
         mutated: tensors that it was given and has written to, by position.
-        shared: tensors, given and returned, that share memory.
         sets_attributes: whether it has set attributes, or may have filled containers that are attributes.
+        tensors: the tensors in all of these, without those that it was given.
+        differentiable: those of them that require grad.
+        shared: tensors, given and returned, that share memory.
         caller: translates values of the layer to what user code sees.
     """
 
@@ -215,9 +194,11 @@ class Outcome:
     copies: list[tuple[Any, Any]]
     written: list[tuple[int, str, Any]]
     mutated: list[tuple[int, Tensor]]
-    shared: list[Tensor]
     sets_attributes: bool
-    caller: Substitution
+    tensors: list[Tensor] = field(default_factory=list)
+    differentiable: list[Tensor] = field(default_factory=list)
+    shared: list[Tensor] = field(default_factory=list)
+    caller: Substitution = field(init=False)
 
     def deliver(self, layer: HostLayer, inputs: Sequence[Tensor]) -> None:
         """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
@@ -306,7 +287,7 @@ class Executor:
             call.buffers = before
         originals: dict[int, Any] = dict(replica.sources)
         originals.update(zip(map(id, aliases), call.inputs.arguments.tensors, strict=True))
-        shared = sharing(found, aliases)
+        run.shared = sharing(found, aliases)
         lent = worker.arena_addresses()
         if not keep_graph:
             lent.update([address_of(tensor) for tensor, event in inputs if event is not None])
@@ -330,10 +311,12 @@ class Executor:
             originals[known] = originals.get(id(clone), clone)
         for original, copy in run.copies:
             originals[id(copy)] = original
-        mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
-        caller, sets = Substitution(originals), bool(run.written) or run.fills_attributes
-        shared = [originals.get(id(t), t) for t in shared]
-        return Outcome(caller(run.output), run.copies, run.written, mutated, shared, sets, caller)
+        run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
+        run.shared = [originals.get(id(t), t) for t in run.shared]
+        run.caller = Substitution(originals)
+        run.result = run.caller(run.result)
+        run.tensors, run.differentiable = [], []  # which have the graph
+        return run
 
     def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving]) -> list[Tensor]:
         """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
@@ -358,7 +341,7 @@ class Executor:
     def _run(
         self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, kind: str,
         carrying: Gathering | Returning | None = None, *, grad: bool,
-    ) -> tuple[_Ran, list[Tensor], Gradients]:  # fmt: skip
+    ) -> tuple[Outcome, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
         around = call.environment
@@ -397,7 +380,6 @@ class Executor:
             if draws:
                 self._randomness.end(layer.index)
         torch.set_grad_enabled(grad)  # the layer may have left it otherwise
-        output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
@@ -422,21 +404,21 @@ class Executor:
         filled = replica.attributes.changed_contents()
         built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
         fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
-        run = _Ran(output, built.copies, writes.found(), mutated, fills)
-        if run.written or output[1]:
+        set_there, output = writes.found(), (result, collected or None)
+        run = Outcome(output, built.copies, set_there, mutated, bool(set_there) or fills)
+        if set_there or collected:
             layer.observers.act()
-        if run.written:
+        if set_there:
             replica.attributes.drop_written()
         elif built.attributes:
             replica.attributes.release(built.attributes)
         seen = {*map(id, aliases), *map(id, replica.parameters)}
         seen.difference_update([id(t) for _, t in mutated])
-        found = run.tensors
-        for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):
-            collect(value, seen, found)
-        found += [t for _, t in mutated if id(t) not in seen]
+        for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in set_there)):
+            collect(value, seen, run.tensors)
+        run.tensors += [t for _, t in mutated if id(t) not in seen]
         if grad:
-            run.differentiable = [t for t in found if t.requires_grad]
+            run.differentiable = [t for t in run.tensors if t.requires_grad]
             if self._randomness.learning and reaches_out(run.differentiable, layer.name):
                 layer.seen.reaches_out = True
         return run, aliases, sink
@@ -503,7 +485,7 @@ class Executor:
             slot.spec.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
 
     def _part_from_lent(
-        self, run: _Ran, found: list[Tensor], lent: set[int], originals: dict[int, Any]
+        self, run: Outcome, found: list[Tensor], lent: set[int], originals: dict[int, Any]
     ) -> dict[int, Tensor]:
         """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs.
 
@@ -522,11 +504,11 @@ class Executor:
             originals.update(clones)
         return clones
 
-    def _reconnect(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:
+    def _reconnect(self, call: LayerCall, run: Outcome, originals: dict[int, Any]) -> None:
         """Let user code have the outputs of a repeated call where it has had them."""
         assert call.reconnect is not None
         found = list(run.differentiable)
-        collect([run.output, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)
+        collect([run.result, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)
         seen = [originals.get(id(t), t) for t in found]
         originals.update(zip(map(id, found), call.reconnect(seen, self.device), strict=True))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,11 @@ from lightning_roundpipe.batches.outputs import detached, loss_of
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
-from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls, Tape
 from lightning_roundpipe.engine.repeated_calls import call_again
-from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.step_slots import StepSlots, Turns
 from lightning_roundpipe.engine.sync import Signal
-from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
-from lightning_roundpipe.user_code.module_state import AttributeView
 
 
 @dataclass
@@ -141,22 +135,6 @@ class Microbatch(CallingThread):
         super().__init__(calls, after)
         self.ready, self.tape = Signal(), Tape(calls)
         self.result = MicrobatchResult(LogRecorder(self.context.pool.devices))
-
-    @classmethod
-    def of(cls, context: Context, slots: StepSlots, index: int, after: Signal | None, round: Sequence[Slot]) -> Self:
-        """Return microbatch number ``index`` of a step.
-
-        Args:
-            context: the parts of the engine that outlive the step.
-            slots: the slots of the step.
-            index: its number.
-            after: reached when it may begin; None: at once.
-            round: the slots of its round, in order; empty without a plan.
-        """
-        turns = Turns(context, slots, round, index, len(context.pool.workers))
-        sections = UserSections(turns, AttributeView(context.shared) if slots.spec.several else None)
-        tape: list[LayerCall] = []
-        return cls(LayerCalls(sections, WeightGuard(sections, tape), tape), after)
 
     @property
     def logs(self) -> LogRecorder:

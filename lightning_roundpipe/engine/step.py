@@ -10,27 +10,32 @@ error on any thread fails the step: all its threads return, the devices come to 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.step_slots import StepSlots, Turns
 from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import CancelScope, Runner, Signal
+from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.faults.notes import add_waiting_note
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.threads.task_thread import Task
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.module_state import AttributeView
 from lightning_roundpipe.user_code.thread_state import apply_context
 
 
@@ -95,7 +100,10 @@ class Step:
         return StepSlots(context, self.spec, context.learned.trace, self.readiness, own_sums=own_sums)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
-        return Microbatch.of(self.context, self.slots, index, after, slots)
+        turns = Turns(self.context, self.slots, slots, index, len(self.context.pool.workers))
+        sections = UserSections(turns, AttributeView(self.context.shared) if self.spec.several else None)
+        tape: list[LayerCall] = []
+        return Microbatch(LayerCalls(sections, WeightGuard(sections, tape), tape), after)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -106,24 +114,18 @@ class Step:
             functions: ``training_step`` with the arguments of each microbatch.
             in_order: whether each begins when the one before has ended.
         """
-        given_up = False
         contexts = [contextvars.copy_context() for _ in functions]
-        try:
-            self._begin(functions, contexts, in_order=in_order)
-            if self.spec.overlaps:
-                self._wait_for_outputs()
-                if self.spec.shares_state:
-                    self.context.main.take(self.spec.scope)
-            else:
-                self._wait_for_end()
-        except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
-            self._fail(error)
-            given_up = True
-        apply_context(contexts[-1])
-        if self.spec.overlaps and not self.spec.scope.failed:
-            return  # `drain` waits for the rest
-        self._rest(given_up=given_up)
-        self.spec.scope.raise_error()
+        with self._ending(overlaps=self.spec.overlaps):
+            try:
+                self._begin(functions, contexts, in_order=in_order)
+                if self.spec.overlaps:
+                    self._wait_for_outputs()
+                    if self.spec.shares_state:
+                        self.context.main.take(self.spec.scope)
+                else:
+                    self._wait_for_end()
+            finally:
+                apply_context(contexts[-1])
 
     def _begin(
         self, functions: Sequence[Callable[[], Any]], contexts: Sequence[contextvars.Context], *, in_order: bool
@@ -198,29 +200,29 @@ class Step:
             self.context.pool.wait(task.waiter, self.spec.scope)
 
     def drain(self) -> None:
-        """Wait for the end of an overlapping step.
+        """Wait for the end of an overlapping step, and raise its error if it has failed since `run`."""
+        with self._ending():
+            self._wait_for_end()
 
-        Raises:
-            BaseException: the step's error, if it failed after its outputs were returned.
-        """
+    @contextlib.contextmanager
+    def _ending(self, *, overlaps: bool = False) -> Iterator[None]:
+        """Wait in a block; behind it nothing of the step runs, unless it ``overlaps``. Raises the step's error."""
         given_up = False
         try:
-            self._wait_for_end()
-        except BaseException as error:
-            self._fail(error)
+            yield
+        except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
+            add_waiting_note(error, [slot for slot in self.slots.all if slot.opened])
+            self.spec.scope.fail(error)
             given_up = True
-        self._rest(given_up=given_up)
-        self.spec.scope.raise_error()
+        if not overlaps or self.spec.scope.failed:
+            self._rest(given_up=given_up)
+            self.spec.scope.raise_error()
 
     def stop(self, error: BaseException) -> None:
         """Fail an overlapping step after an error of the main thread, and wait until its threads have returned."""
         self.spec.scope.fail(error)
         self._rest(given_up=False)
         self.spec.scope.error = None
-
-    def _fail(self, error: BaseException) -> None:
-        add_waiting_note(error, [slot for slot in self.slots.all if slot.opened])
-        self.spec.scope.fail(error)
 
     def _failed(self) -> None:
         """Stop the threads, and the devices unless the step before still needs them. The failing thread calls this."""
@@ -269,12 +271,10 @@ class Step:
         proxies = [microbatch.weights.mode.proxies for microbatch in microbatches]
         counts = [microbatch.result.weight for microbatch in microbatches]
         factor = self.spec.loss_weights.factor(counts) / context.model.formats.scales.outside(self.spec.version)
-        readiness = self.readiness if self.spec.updates is not None else None
-        if context.exchange is None:
-            self.gradients = StepGradients(sums, proxies, factor, readiness)
-        else:
-            contribution = self.spec.loss_weights.contribution(counts)
-            self.gradients = StepGradients(sums, proxies, factor, readiness, contribution, context.exchange.share)
+        readiness, share = self.readiness if self.spec.updates is not None else None, None
+        if context.exchange is not None:
+            share = functools.partial(context.exchange.share, self.spec.loss_weights.contribution(counts))
+        self.gradients = StepGradients(sums, proxies, factor, readiness, share)
         return self.gradients
 
     def release(self) -> None:

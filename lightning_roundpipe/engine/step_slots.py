@@ -7,9 +7,9 @@ another one goes on from there, or the host adds both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -19,10 +19,10 @@ from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import Executor, LayerCall
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step_spec import StepSpec
-from lightning_roundpipe.engine.sync import Cancelled, Runner
+from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
-from lightning_roundpipe.engine.worker import SlotMemory, Worker
-from lightning_roundpipe.faults.notes import FaultPlace, add_note
+from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -237,10 +237,11 @@ class Turns:
         sums = self.slots.sums_of(call.layer, call.use, self.microbatch if self.round else None)
         return self.slots.on_demand("backward", call, worker, sums)
 
+    @contextlib.contextmanager
     def take(
         self, call: LayerCall, slot: Slot, phase: str, saved: Sequence[HostTensor] = (), *, lent: bool = True
-    ) -> CallTurn:
-        """Return the context in which a call runs, in the turn of its slot, or in the present turn if that is its own.
+    ) -> Iterator[Executor]:
+        """Context in which a call runs, in the turn of its slot, or in the present turn if the slot is its own.
 
         Args:
             call: the call.
@@ -249,14 +250,20 @@ class Turns:
             saved: what the call needs from the host. It is brought once the turn is the next one, see `Activations.on`.
             lent: whether that goes back when the call is over.
         """
-        executor, memory = self.context.executors[slot.worker], None
-        worker = executor.worker
+        executor, worker = self.context.executors[slot.worker], self.context.pool.workers[slot.worker]
+        place = functools.partial(FaultPlace, call.layer.title, phase, call.microbatch, slot, worker.device)
         if slot.position is not None:
             self.acquire(slot, saved, lent=lent)
-        else:
-            memory = worker.spare if self.round else worker.planned
-            worker.open(slot, memory, None if call.layer.index in self.outside else self.slot)
-        return CallTurn(executor, call, slot, phase, memory)
+            with worker.device.activate(), noted(place):
+                yield executor
+            return
+        memory = worker.spare if self.round else worker.planned
+        worker.open(slot, memory, None if call.layer.index in self.outside else self.slot)
+        try:
+            with worker.device.activate(), noted(place):
+                yield executor
+        finally:
+            worker.close_slot(slot, memory)
 
     def acquire(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
         """Leave the present slot and those in between, and wait for the turn of another one; see `take`."""
@@ -284,35 +291,3 @@ class Turns:
     def go_on(self, slots: StepSlots) -> None:
         """Go on without turns, in slots of each call, when all turns have been left."""
         self.slots, self.round, self.slot, self._left = slots, (), None, 0
-
-
-class CallTurn:
-    """The context in which a call runs on its worker. Errors inside get a note of the place.
-
-    Args:
-        executor: the worker's.
-        call, slot, phase: named in errors.
-        memory: what the slot has memory of, if it is for this call alone, and closed behind it.
-    """
-
-    __slots__ = ("_activated", "_call", "_executor", "_memory", "_phase", "_slot")
-
-    def __init__(
-        self, executor: Executor, call: LayerCall, slot: Slot, phase: str, memory: SlotMemory | None
-    ) -> None:  # fmt: skip
-        self._executor, self._call, self._slot, self._phase, self._memory = executor, call, slot, phase, memory
-        self._activated = executor.device.activate()
-
-    def __enter__(self) -> Executor:
-        self._activated.__enter__()
-        return self._executor
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
-            if error is not None and not isinstance(error, Cancelled):
-                call, device = self._call, self._executor.device
-                add_note(error, FaultPlace(call.layer.title, self._phase, call.microbatch, self._slot, device))
-            self._activated.__exit__(kind, error, traceback)
-        finally:
-            if self._memory is not None:
-                self._executor.worker.close_slot(self._slot, self._memory)

@@ -26,29 +26,15 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Room
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot, TicketQueue
-from lightning_roundpipe.engine.sync import Baton, GivenUp, Signal
-from lightning_roundpipe.engine.uploads import WeightUploads
-from lightning_roundpipe.memory.arenas import Arena, StageArena
+from lightning_roundpipe.engine.sync import Baton, GivenUp
+from lightning_roundpipe.engine.uploads import SlotMemory
+from lightning_roundpipe.memory.arenas import Arena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.threads.task_thread import TaskThread
-
-
-class SlotMemory:
-    """An arena for slots, and the uploads to it.
-
-    Args:
-        device: the worker's device.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.arena = StageArena(device)
-        self.uploads = WeightUploads(device, self.arena)
-        self.last: Signal | None = None
-        """Reached once the gradients of the slot that was closed last are on their way."""
 
 
 class GradientSender(TaskThread):
@@ -127,14 +113,14 @@ class GradientSender(TaskThread):
                 for layer in pending:
                     slot.weights.uploads[layer].enqueued.wait(slot.spec.scope)
                     stream.wait(slot.weights.uploads[layer].end)
-                with memory.uploads.lock:
+                with memory.lock:
                     if pending:  # only now: what is uploaded to the place has found all that were there before it
                         place.weights.last_use = stream.record()
                         memory.arena.retire(place)
                     if (region := place.gradients) is not None:
                         stream.poison(memory.arena.bytes_of(region.start, region.end))
                         region.last_use = stream.record()
-                memory.uploads.proceed()
+                memory.proceed()
                 slot.report_closed()
         except BaseException as error:
             slot.spec.scope.fail(error)
@@ -236,7 +222,7 @@ class Worker:
     def _prepare_next(self) -> None:
         """Prepare the first slot, and the one behind it once the first one is open."""
         for slot in list(self.tickets.slots)[:2]:
-            if slot.weights.place is None and not self.planned.uploads.prepare(slot):
+            if slot.weights.place is None and not self.planned.prepare(slot):
                 return
             if not (slot.opened and self._prefetch):
                 return
@@ -267,9 +253,9 @@ class Worker:
             needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
                 self._unbind()
-                with memory.uploads.lock:
+                with memory.lock:
                     memory.arena.grow(2 * needed)
-            memory.uploads.prepare(slot)
+            memory.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
         if slot.weights.unpacks_once and self.copies.buffer is not None:
@@ -295,7 +281,7 @@ class Worker:
             return
         assert slot.weights.place is not None
         sizes, arena = [host.layout.nbytes for host in sums.values()], memory.arena
-        with memory.uploads.lock:
+        with memory.lock:
             region = arena.add_gradients(slot.weights.place, sizes)
             before = arena.before(region.start, region.end, slot.weights.place) or []
             segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
@@ -385,13 +371,13 @@ class Worker:
                 self.replica(slot, layer).copies.open(None)
             compute.poison(self.copies.buffer)
             self.copies.last_use = compute.record()
-        with memory.uploads.lock:
+        with memory.lock:
             if not pending:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
                 place.weights.last_use = compute.record()
                 memory.arena.retire(place)
         self.sender.free_place(slot, memory, pending)
-        memory.uploads.proceed()
+        memory.proceed()
         if memory is self.planned:
             self._prepare_next()
 
@@ -440,7 +426,7 @@ class Worker:
     def stop_uploads(self) -> None:
         """After a failure, drop the uploads to come. None is enqueued any more, by the optimizer's thread either."""
         for memory in (self.planned, self.spare):
-            memory.uploads.forget()
+            memory.forget()
 
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.worker import GradientSender, SlotMemory
+from lightning_roundpipe.engine.uploads import SlotMemory
+from lightning_roundpipe.engine.worker import GradientSender
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 

@@ -40,7 +40,7 @@ WAITS = [
     ("engine.microbatch:CallingThread.run", "baton.wait(self._after.then)"),
     ("engine.step:Step._wait", "self.context.pool.wait(waiter, self.spec.scope)"),
     ("engine.step:Step._wait_for_outputs", "microbatch.result.computed.wait()"),
-    ("engine.uploads:WeightUploads._upload", "stream.wait(event)"),
+    ("engine.uploads:SlotMemory._upload", "stream.wait(event)"),
     ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
     ("engine.worker:GradientSender._send", "stream.wait(end)"),
     ("engine.worker:Worker._wait_for_gradients", "self.device.compute.wait(event)"),
