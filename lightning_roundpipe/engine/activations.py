@@ -82,8 +82,6 @@ class Activations:
     """The saved tensors of one microbatch.
 
     Args:
-        microbatch: its number.
-        recorder: records copies.
         staging: device whose page-locked memory host tensors are staged in.
     """
 
@@ -98,7 +96,6 @@ class Activations:
         """Return the values that ``tensor`` has now, on the host.
 
         Args:
-            tensor: a tensor.
             home: the device that it is on; None for the host.
         """
         version = 0 if tensor.is_inference() else tensor._version
@@ -116,7 +113,6 @@ class Activations:
 
         Args:
             tensor: a tensor on ``home``.
-            home: its device.
             to: the device that needs it; None for the host.
             ready: the point of the work of ``home`` behind which it is there; by default now.
         """

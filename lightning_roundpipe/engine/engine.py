@@ -75,9 +75,7 @@ class Engine:
 
     Args:
         module: the user's LightningModule, with its weights on the CPU.
-        devices: one for each worker.
         options: the strategy's options, already checked.
-        inform: shows a message to the user.
         formats: number formats of layers and user code.
         fitting: whether the module will be trained. A module without layers is an error only then.
         peers: the other machines that train the same model; None if there are none.
@@ -492,8 +490,6 @@ class Engine:
         """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only.
 
         Args:
-            function: the step.
-            args: its arguments.
             kind: under which `evaluations` will know the step's calls; empty if it need not.
 
         Returns:

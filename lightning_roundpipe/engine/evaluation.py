@@ -89,8 +89,6 @@ class _Sections(UserSections):
     """Sections of a batch's user code.
 
     Args:
-        turns: the batch's turns.
-        attributes: its view of modules.
         wait_for_before: waits until the batch before has ended.
     """
 
@@ -110,7 +108,6 @@ class _Weights(WeightGuard):
     """The weights, which only a batch alone may write to.
 
     Args:
-        sections: the sections of the batch's user code.
         make_exclusive: waits until nothing else is in flight.
 
     Attributes:
@@ -153,8 +150,6 @@ class _Calls(LayerCalls):
     """The calls of a batch.
 
     Args:
-        sections: the sections of its user code.
-        weights: the weights.
         close: lets no more batches start.
 
     Attributes:
@@ -187,12 +182,10 @@ class Batch(CallingThread):
     Args:
         flight: those that it is among.
         slots, round: the slots of its round.
-        index: its number.
         before: the batch before, if any is in flight.
 
     Attributes:
         attributes: what it has set on modules.
-        logs: what it has logged.
         output: what its step has returned.
         exclusive: whether it has done what only a batch alone may do [3].
         failure: what its step has raised.
@@ -311,7 +304,6 @@ class _EvaluationUserCode(UserCodeMode):
     """The torch function mode of a batch; tells before user code writes to weights.
 
     Args:
-        context: the engine's parts.
         touched: called before user code writes to a weight, or reads its ``.data``, through which it may write to it.
         run_unlocked: see `UserCodeMode`.
     """
@@ -355,7 +347,6 @@ class Flight:
     """Batches that are in flight together, from the first to the last.
 
     Args:
-        context: the engine's parts.
         known: what their kind has shown; None for a batch alone.
         version: version of the weights.
         size: how many are in flight at a time.
@@ -384,13 +375,8 @@ class Flight:
         self._rounds = [Round(self.without_plan, range(1 if known is None else 0))]
 
     def _layout(self, trace: Trace | None = None) -> StepSlots:
-        context = self.context
-        spec = StepSpec(
-            seed=(), first=0, version=self._version, several=True, overlaps=False, shares_state=False, undisturbed=True,
-            updates=None, loss_weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry={},
-            thread_state=context.thread_state(), recorder=Recorder(), scope=self.scope,
-        )  # fmt: skip
-        return StepSlots(context, spec, trace)
+        state, weights = self.context.thread_state(), LossWeights(None, [1], [0])
+        return StepSlots(self.context, StepSpec(self._version, state, self.scope, weights), trace)
 
     def slots(self) -> list[Slot]:
         """Return the slots that may be open."""
@@ -457,11 +443,8 @@ class Evaluations:
     """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
 
     Args:
-        context: the engine's parts.
-        interceptors: of the layers.
         finish: called behind each batch's step, in its last section of user code.
         account: called with what was recorded of batches.
-        say: shows a hint to the user.
     """
 
     def __init__(

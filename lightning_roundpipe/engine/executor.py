@@ -117,11 +117,8 @@ class LayerCall:
     """A call of a layer, and what the tape keeps of it: all that the forward depended on, for the recomputation.
 
     Attributes:
-        layer: the layer.
         index: its position in the trace; of a call that the trace has not, a number behind all of it.
-        microbatch: number of the microbatch.
         environment: what its code depends on besides ``inputs``.
-        inputs: what it is made with.
         home: device that user code is on at the call.
         gradients: of the outputs.
         output_kinds: shape and dtype of each of these outputs.
@@ -204,7 +201,6 @@ class Outcome:
         """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
 
         Args:
-            layer: the layer.
             inputs: the tensors that the call was made with.
         """
         for original, copy in self.copies:
@@ -224,9 +220,6 @@ class Executor:
     """Runs calls on one worker.
 
     Args:
-        worker: the worker.
-        baton: the baton.
-        randomness: seeds calls.
         compiler: how a layer's code runs.
         masters: ids of all parameters of the model.
         rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
@@ -251,7 +244,6 @@ class Executor:
         """Run a call.
 
         Args:
-            call: the call.
             slot: an open slot that has the layer's weights.
             inputs: its tensors on this worker.
             keep_graph: whether the graph is kept for the backward.
@@ -262,7 +254,7 @@ class Executor:
             What user code gets.
         """
         layer, worker = call.layer, self.worker
-        tensors = self._take(slot, layer, inputs)
+        tensors = worker.bring_in(slot, layer, inputs)
         replica, buffers = self._copy(slot, layer)
         grad = call.environment.thread_state.grad
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
@@ -317,14 +309,6 @@ class Executor:
         run.result = run.caller(run.result)
         run.tensors, run.differentiable = [], []  # which have the graph
         return run
-
-    def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving]) -> list[Tensor]:
-        """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
-        worker = self.worker
-        could = worker.wait_for_weights(slot, layer, [event for _, event in inputs if event is not None])
-        if could is not None:
-            slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
-        return [tensor for tensor, _ in inputs]
 
     def _arrived(self, inputs: Sequence[Arriving]) -> list[Tensor]:
         for _, event in inputs:
@@ -521,7 +505,6 @@ class Executor:
         """Run a call's backward, after its recomputation unless its graph was kept.
 
         Args:
-            call: the call.
             slot: an open slot that has the layer's weights.
             inputs: its saved tensors on this worker, and its carried products behind them.
             gradients: of each of its outputs, in parts.
@@ -573,7 +556,7 @@ class Executor:
 
     def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
-        there, count = self._take(slot, call.layer, inputs), len(call.inputs.saved)
+        there, count = self.worker.bring_in(slot, call.layer, inputs), len(call.inputs.saved)
         returning = None
         if call.carried.products:
             [block] = there[count:]

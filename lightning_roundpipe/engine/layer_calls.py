@@ -42,8 +42,6 @@ class LayerCalls:
     """The calls that user code makes.
 
     Args:
-        sections: its sections.
-        weights: the weights that it may read and write.
         tape: gets the calls whose backward is still to come, in order.
 
     Attributes:
@@ -197,9 +195,6 @@ class LayerCalls:
 
 class Tape:
     """The calls whose backward is still to come.
-
-    Args:
-        calls: the calls that user code makes.
 
     Attributes:
         pending: these, in order.

@@ -23,10 +23,6 @@ from lightning_roundpipe.engine.sync import CancelScope, Runner
 class MainThread:
     """See above.
 
-    Args:
-        pool: has the baton.
-        randomness: seeds what draws.
-
     Attributes:
         holds: whether it holds the baton.
     """

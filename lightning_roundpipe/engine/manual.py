@@ -86,13 +86,7 @@ class ManualSlots(StepSlots):
 
 
 class ManualStep(Step):
-    """The step of one batch.
-
-    Args:
-        context: the parts of the engine that outlive it.
-        seed: numbers that identify it.
-        updates: see `Step`.
-    """
+    """The step of one batch."""
 
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
         super().__init__(
@@ -129,8 +123,6 @@ class _Weights(WeightGuard):
     """The masters, which user code may read and write, except between a call and its backward.
 
     Args:
-        sections: the sections of the user code.
-        tape: the calls whose backward is still to come.
         differentiate: runs in place of ``backward``.
     """
 
@@ -201,12 +193,7 @@ class _Weights(WeightGuard):
 
 
 class ManualMicrobatch(Microbatch):
-    """The batch, as the one microbatch of its step.
-
-    Args:
-        context: the parts of the engine that outlive the step.
-        slots: the slots of its step.
-    """
+    """The batch, as the one microbatch of its step."""
 
     weights: _Weights
     sections: _Sections
@@ -304,7 +291,6 @@ class _ManualUserCode(UserCodeMode):
     """The torch function mode of the batch. It replaces ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Args:
-        context: the engine's parts.
         differentiate: runs in their place.
         touched: called with each master whose ``.data`` user code reads.
 

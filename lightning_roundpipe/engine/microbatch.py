@@ -58,11 +58,9 @@ class CallingThread:
     """A thread whose user code calls layers: what microbatches share with batches of an evaluation.
 
     Args:
-        calls: the calls.
         after: reached when it may begin; None: at once.
 
     Attributes:
-        runner: takes part in the baton.
         ended: reached when nothing of it runs any more.
     """
 
@@ -122,7 +120,6 @@ class Microbatch(CallingThread):
     """See above.
 
     Args:
-        calls: its calls.
         after: reached when it may begin; None: at once.
 
     Attributes:

@@ -80,10 +80,6 @@ _ALIKE = 0.05
 class Planner:
     """It is where `planning` meets the engine.
 
-    Args:
-        context: the engine's parts.
-        hints: shows messages to the user.
-
     Attributes:
         windows_left: returns how many windows will be trained on.
     """
@@ -98,7 +94,6 @@ class Planner:
         """Make a plan after a window without one, or find that microbatches have to follow one another.
 
         Args:
-            step: the window's step.
             drain: waits until nothing is in flight.
 
         Raises:
@@ -352,8 +347,6 @@ def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing
     """From here on, upload weights in low precision that autocast casts at every use.
 
     Args:
-        layers: all layers.
-        workers: all workers.
         sharing: layers whose masters and what uploads read share memory.
 
     Returns:

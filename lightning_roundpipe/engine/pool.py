@@ -40,14 +40,11 @@ class Pool:
     """See above.
 
     Args:
-        devices: one for each worker.
         watchdog_timeout: seconds without progress after which a step fails.
         prefetch: whether workers upload the weights of their next slot ahead.
         elsewhere: returns what the step waits for from other machines, as a sentence or nothing.
 
     Attributes:
-        baton: the engine's baton.
-        workers: the workers.
         accelerator: the devices' type; None if they are emulated.
         broken: whether no further step may run.
     """
@@ -132,7 +129,6 @@ class Pool:
         """Wait until nothing of a step runs. After a failure, also reset devices and workers.
 
         Args:
-            scope: the step's cancel scope, which errors in here fail.
             tasks: those of the microbatches.
             given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds.
         """

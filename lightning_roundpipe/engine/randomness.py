@@ -39,9 +39,6 @@ def derive(*keys: int) -> int:
 class Randomness:
     """Seeds what runs, and knows what draws.
 
-    Args:
-        devices: the workers' devices.
-
     Attributes:
         learning: whether the first window runs, where everything is seeded.
         draws: numbers of the layers that draw, and `USER_CODE`.

@@ -34,7 +34,6 @@ class LayerUpload:
 
     Attributes:
         enqueued: reached once their upload is enqueued.
-        end: its end; there once it is enqueued.
         segment: their memory, while the slot has a place.
     """
 
@@ -98,17 +97,11 @@ class Slot:
 
     Attributes:
         index: position in the engine's sequence of slots.
-        worker: number of its worker.
-        phase: "forward", "fused" or "backward".
         call_indices: positions of its calls in the trace.
         layers: the layers of these, whose weights it needs.
         sums: by call, the host sums of gradients that it adds to.
         microbatches: the microbatches that it serves, in order.
-        spec: what is fixed for the step.
-        round: number of its round.
         position: position among the slots of its round; None if it was made for one call, and is not in turn.
-        weights: its weights on the worker.
-        gradients: its sums there.
         readiness: is told of its uploads and gradients.
         opened: whether it has memory for its weights and gradients.
         first: the ticket of its first microbatch.
@@ -185,7 +178,6 @@ class TicketQueue:
     """The turns of one worker. Every method is called with the baton held.
 
     Args:
-        baton: the baton.
         close: called with each slot that has served its last microbatch [3].
     """
 

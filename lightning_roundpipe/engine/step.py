@@ -20,7 +20,6 @@ from typing import Any
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import Microbatch
@@ -43,8 +42,6 @@ class Step:
     """See above.
 
     Args:
-        context: the parts of the engine that outlive the step.
-        seed: numbers that identify the step.
         weights: how much the microbatches count; also says how many there are.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
         before: the step before, if it is still in flight.
@@ -53,8 +50,6 @@ class Step:
         plan: the plan that it runs under; None if each call has a slot of its own.
 
     Attributes:
-        slots: its slots.
-        microbatches: the microbatches.
         started, seconds: its time on the clock of ``time.perf_counter()``.
     """
 
@@ -79,7 +74,6 @@ class Step:
             ahead=plan is not None and plan.recompute_ahead,
             carry=dict.fromkeys(plan.carry, plan.carry_least) if plan is not None else {},
             thread_state=context.thread_state(),
-            recorder=Recorder(),
             scope=CancelScope(self._failed),
         )
         self.slots = self._make_slots()
@@ -111,7 +105,6 @@ class Step:
         """Run ``training_step`` of all microbatches.
 
         Args:
-            functions: ``training_step`` with the arguments of each microbatch.
             in_order: whether each begins when the one before has ended.
         """
         contexts = [contextvars.copy_context() for _ in functions]

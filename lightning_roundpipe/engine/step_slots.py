@@ -36,8 +36,6 @@ class StepSlots:
     """See above.
 
     Args:
-        context: the parts of the engine that outlive the step.
-        spec: what is fixed for the step.
         trace: the calls of the plan; None without a plan.
         readiness: is told when gradients are complete; None if there are none.
         own_sums: whether slots start sums of their own, which the host adds up.
@@ -141,14 +139,10 @@ class Turns:
     """The way of one microbatch through the slots: whose turn it has, and which device its tensors are on.
 
     Args:
-        context: the parts of the engine that outlive the step.
-        slots: the slots of the step.
         round: those of the microbatch's round, in order; empty without a plan.
-        microbatch: its number.
         workers: over how many workers its calls are spread without a plan.
 
     Attributes:
-        runner: its thread, which takes part in the baton.
         slot: the slot whose turn it has.
         device: the device that its newest tensors are on; None before the first call.
         activations: its saved tensors.
@@ -244,9 +238,7 @@ class Turns:
         """Context in which a call runs, in the turn of its slot, or in the present turn if the slot is its own.
 
         Args:
-            call: the call.
             slot: its slot, see `of`.
-            phase: named in errors.
             saved: what the call needs from the host. It is brought once the turn is the next one, see `Activations.on`.
             lent: whether that goes back when the call is over.
         """

@@ -24,7 +24,6 @@ class TracedCall:
     """One call.
 
     Attributes:
-        layer: the called layer.
         use: how often the microbatch has called the layer before.
         taped: whether a backward follows.
         forward_s, backward_s: seconds that they take.
@@ -127,7 +126,6 @@ class Trace:
 
         Args:
             seconds: by kind of event, microbatch and call; of several, the least counts.
-            microbatch: whose trace this is.
         """
         for index, call in enumerate(self.calls):
             forwards = [s for kind in ("forward", "recompute") for s in seconds.get((kind, microbatch, index), ())]

@@ -24,7 +24,6 @@ class SlotMemory:
     """An arena for slots of one worker, and the queue of uploads to it.
 
     Attributes:
-        arena: the arena.
         lock: held while anything looks at its regions.
         last: reached once the gradients of the slot that was closed last are on their way.
     """

@@ -38,7 +38,6 @@ class UserSections:
     """The sections of user code of one microbatch.
 
     Args:
-        turns: the microbatch's turns.
         attributes: its view of modules; None if the step has no other microbatch.
         phase: "forward", or "evaluation".
 
@@ -169,12 +168,9 @@ class WeightGuard:
     """Which weights user code may read and write now, and which a call computes with. Lends weights to layers.
 
     Args:
-        sections: the sections of the user code.
-        tape: the calls whose backward is still to come, in order.
         mode: the torch function mode of the user code; None: that of a training step.
 
     Attributes:
-        mode: the mode.
         read: the buckets that it has read.
     """
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.engine.activations import Room
+from lightning_roundpipe.engine.activations import Arriving, Room
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot, TicketQueue
 from lightning_roundpipe.engine.sync import Baton, GivenUp
@@ -41,9 +41,6 @@ class GradientSender(TaskThread):
     """Sends the gradients of closed calls to the host, and frees the places of closed slots behind them.
 
     A thread of its own does what has to wait, and all that is behind it.
-
-    Args:
-        device: the worker's device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -136,8 +133,6 @@ class Worker:
     """See above.
 
     Args:
-        device: the device.
-        baton: the baton.
         prefetch: whether the slot behind the present one is prepared.
 
     Attributes:
@@ -145,7 +140,6 @@ class Worker:
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
         copies: memory for packed weights that the open slot unpacks once.
-        sender: sends its gradients.
     """
 
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
@@ -238,8 +232,6 @@ class Worker:
         """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way.
 
         Args:
-            slot: the slot.
-            memory: where.
             present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
         for before in slot.gradients.after if not slot.gradients.own_sums else ():
@@ -299,23 +291,23 @@ class Worker:
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.spec.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
-    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Sequence[Event]) -> Event | None:
-        """Have the compute stream wait for the upload of ``layer`` and for ``inputs`` [2].
+    def bring_in(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving]) -> list[Tensor]:
+        """Return ``inputs``, once the compute stream waits for them and for the upload of ``layer`` [2].
 
-        Returns:
-            Event in front of the wait, from which on the worker stands still; None if the weights and ``inputs`` are
-            there.
+        Records how long it stands still.
         """
         self.device.drop_finished()
-        upload = slot.weights.uploads[layer.index]
-        there = upload.enqueued.is_set and all(event.done() for event in (upload.end, *inputs))
+        upload, coming = slot.weights.uploads[layer.index], [event for _, event in inputs if event is not None]
+        there = upload.enqueued.is_set and all(event.done() for event in (upload.end, *coming))
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
             self._baton.wait(upload.enqueued.then)
         self.follow(upload.end)
-        for event in inputs:
+        for event in coming:
             self.follow(event)
-        return could
+        if could is not None:
+            slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
+        return [tensor for tensor, _ in inputs]
 
     def follow(self, event: Event) -> None:
         """Have the compute stream wait for ``event``."""

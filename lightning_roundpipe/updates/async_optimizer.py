@@ -43,18 +43,14 @@ class AsyncOptimizer:
     """Applies gradients to masters, in the order of the windows.
 
     Args:
-        buckets: all buckets of the model, in forward order.
         pool: the memory of gradients, in which downloads wait for updates.
         optimizer: returns the one that the next step will use, which user code may replace; None if there is none.
         staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
-        scales: the loss scales.
         around: returns a context that the thread enters for as long as it lives.
         exchange: sums gradients over several machines; None if there is only one.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:
-        stepper: what the thread does.
-        optimizer: the optimizer.
         gradients: what windows have accumulated, and what ``.grad`` shows between steps. Call `settle` before its
             methods for the main thread.
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.

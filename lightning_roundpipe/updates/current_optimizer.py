@@ -19,7 +19,6 @@ class CurrentOptimizer:
 
     Args:
         get: returns the optimizer that the next step will use; None if there is none.
-        buckets: all buckets of the model.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:

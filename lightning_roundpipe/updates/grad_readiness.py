@@ -35,7 +35,6 @@ class GradReadiness:
     """The readiness of the buckets in one step. Several threads report to it; the optimizer's thread takes from it.
 
     Args:
-        buckets: all buckets of the model.
         reports_uploads: whether `take` tells which buckets are uploaded, before they are ready [3].
     """
 

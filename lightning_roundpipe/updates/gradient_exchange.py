@@ -90,7 +90,6 @@ class GradientExchange:
     """Sums gradients over machines.
 
     Args:
-        peers: the machines.
         buckets: all buckets of the model, in forward order, composed alike on each machine.
         dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
         shards: whether each bucket is updated on one machine only.

@@ -55,10 +55,7 @@ class Accumulated:
         """Return the sum for numbers ``start`` to ``end`` of one gradient, accumulated, in the last window, or both.
 
         Args:
-            key: id of the master.
             gradient: these numbers of the last window's gradient; None if it has none.
-            start: the first number.
-            end: behind the last number.
         """
         if key not in self._present:
             assert gradient is not None
@@ -89,7 +86,6 @@ class WindowGradients:
     """See above.
 
     Args:
-        buckets: all buckets of the model, in forward order.
         outside: returns the ids of the masters that the optimizer does not hold. A step does not use their gradients.
 
     Attributes:

@@ -48,8 +48,8 @@ WAITS = [
     ("engine.worker:Worker.close_slot", "self._wait_for_gradients(slot)  # a slot may close without a backward"),
     ("engine.worker:Worker.follow", "self.device.compute.wait(event)"),
     ("engine.worker:Worker.gradients_of", "self._wait_for_gradients(slot)"),
-    ("engine.worker:Worker.wait_for_weights", "self._baton.wait(upload.enqueued.then)"),
-    ("engine.worker:Worker.wait_for_weights", "self.follow(upload.end)"),
+    ("engine.worker:Worker.bring_in", "self._baton.wait(upload.enqueued.then)"),
+    ("engine.worker:Worker.bring_in", "self.follow(upload.end)"),
     ("engine.executor:Executor._arrived", "self.worker.follow(event)"),
 ]
 
