@@ -58,9 +58,9 @@ class GradientSender(TaskThread):
             with self.device.compute.running():  # who closes a slot may be on another device
                 gradients.narrow()
             end = self.device.compute.record()
-            work = functools.partial(self._send, slot, call, gradients, end)
             before = any(not other.gradients.leaving(call).is_set for other in slot.gradients.after)
-            self._in_order(work, waits=before or not gradients.host.has_room)
+            waits = before or not gradients.host.make_room()
+            self._in_order(functools.partial(self._send, slot, call, gradients, end, waits=waits), waits=waits)
 
     def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
         """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
@@ -72,16 +72,17 @@ class GradientSender(TaskThread):
         finally:
             self.end_turn()
 
-    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
+    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event, *, waits: bool) -> None:
         scope = slot.spec.scope
         try:
             if scope.failed:
                 return
             stream = self.device.gradients_down
             stream.wait(end)
-            for other in slot.gradients.after:
-                other.gradients.leaving(call).wait(scope)
-            gradients.host.make_room(scope)
+            if waits:
+                for other in slot.gradients.after:
+                    other.gradients.leaving(call).wait(scope)
+                gradients.host.make_room(scope)
             start = stream.record(timed=True)
             gradients.download(stream, self.device.index, slot.gradients.left[call].set, scope.fail)
             left = stream.record(timed=True)
