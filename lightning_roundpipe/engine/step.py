@@ -10,11 +10,10 @@ error on any thread fails the step: all its threads return, the devices come to 
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_roundpipe.batches.weights import LossWeights
@@ -108,17 +107,20 @@ class Step:
             in_order: whether each begins when the one before has ended.
         """
         contexts = [contextvars.copy_context() for _ in functions]
-        with self._ending(overlaps=self.spec.overlaps):
-            try:
-                self._begin(functions, contexts, in_order=in_order)
-                if self.spec.overlaps:
-                    self._wait_for_outputs()
-                    if self.spec.shares_state:
-                        self.context.main.take(self.spec.scope)
-                else:
-                    self._wait_for_end()
-            finally:
-                apply_context(contexts[-1])
+
+        def wait() -> None:
+            self._begin(functions, contexts, in_order=in_order)
+            if self.spec.overlaps:
+                self._wait_for_outputs()
+                if self.spec.shares_state:
+                    self.context.main.take(self.spec.scope)
+            else:
+                self._wait_for_end()
+
+        try:
+            self._end_behind(wait, overlaps=self.spec.overlaps)
+        finally:
+            apply_context(contexts[-1])
 
     def _begin(
         self, functions: Sequence[Callable[[], Any]], contexts: Sequence[contextvars.Context], *, in_order: bool
@@ -194,15 +196,13 @@ class Step:
 
     def drain(self) -> None:
         """Wait for the end of an overlapping step, and raise its error if it has failed since `run`."""
-        with self._ending():
-            self._wait_for_end()
+        self._end_behind(self._wait_for_end)
 
-    @contextlib.contextmanager
-    def _ending(self, *, overlaps: bool = False) -> Iterator[None]:
-        """Wait in a block; behind it nothing of the step runs, unless it ``overlaps``. Raises the step's error."""
+    def _end_behind(self, wait: Callable[[], None], *, overlaps: bool = False) -> None:
+        """Call ``wait``. Behind it nothing of the step runs, unless it ``overlaps``. Raises the step's error."""
         given_up = False
         try:
-            yield
+            wait()
         except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
             add_waiting_note(error, [slot for slot in self.slots.all if slot.opened])
             self.spec.scope.fail(error)
