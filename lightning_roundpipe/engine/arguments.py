@@ -261,8 +261,7 @@ def collect(value: Any, seen: set[int], into: list[Tensor]) -> None:
 class Substitution:
     """Gives the caller its own objects in place of the layer's, in whatever the layer returns or writes.
 
-    Args:
-        pairs: the caller's object, by the id of the layer's.
+    ``pairs``: the caller's object, by the id of the layer's.
     """
 
     __slots__ = ("_pairs",)

@@ -215,8 +215,7 @@ class Returning(_ProductMode):  # type: ignore[no-untyped-call]
 class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a forward of the first window: finds what its products would take.
 
-    Args:
-        clock: returns a point of time, as a number or a timed event.
+    ``clock``: returns a point of time, as a number or a timed event.
     """
 
     def __init__(self, device: Device, clock: Callable[[], Any]) -> None:

@@ -390,9 +390,8 @@ class Engine:
     def enable_async_optimizer(self, optimizer: Callable[[], Optimizer | None] | None) -> None:
         """Choose who applies gradients from now on.
 
-        Args:
-            optimizer: returns the one that `AsyncOptimizer` steps, on its own thread. None: gradients go to ``.grad``,
-                and the caller runs the optimizer. What an open accumulation window has gathered moves to ``.grad``.
+        ``optimizer``: returns the one that `AsyncOptimizer` steps, on its own thread. None: gradients go to ``.grad``,
+        and the caller runs the optimizer. What an open accumulation window has gathered moves to ``.grad``.
         """
         if (optimizer is not None) == (self.updates is not None):
             return
@@ -461,8 +460,7 @@ class Engine:
     def _sync_weights(self, *, newest: bool) -> None:
         """Bring what user code did to weights since the last window into the buffers that uploads read.
 
-        Args:
-            newest: whether uploads must see all updates, whatever the staleness. They are settled first.
+        ``newest``: whether uploads must see all updates, whatever the staleness. They are settled first.
         """
         updates = self.updates
         if updates is not None and self._looked_at:

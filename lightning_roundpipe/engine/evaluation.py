@@ -86,11 +86,7 @@ class Kind(NamedTuple):
 
 
 class _Sections(UserSections):
-    """Sections of a batch's user code.
-
-    Args:
-        wait_for_before: waits until the batch before has ended.
-    """
+    """Sections of a batch's user code. ``wait_for_before``: waits until the batch before has ended."""
 
     def __init__(self, turns: Turns, attributes: AttributeView, wait_for_before: Callable[[], None]) -> None:
         super().__init__(turns, attributes, "evaluation")

@@ -99,8 +99,7 @@ class Recorder:
 
         Waits for events that are not over: gradient downloads may outlive the step.
 
-        Args:
-            origin: a time of ``time.perf_counter()``. Uploads that were prefetched before it have negative times.
+        ``origin``: a time of ``time.perf_counter()``. Uploads that were prefetched before it have negative times.
         """
         rows: list[dict[str, Any]] = []
         for kind, worker, start, end, microbatch, nbytes, *source in self._items:
@@ -130,8 +129,7 @@ class Recorder:
     def call_seconds(self, speeds: Sequence[float] = ()) -> dict[tuple[str, int, int], list[float]]:
         """Return the durations of computations in seconds, by (kind, microbatch, call).
 
-        Args:
-            speeds: of the workers, if they are not equal: durations are those of a worker with speed 1.
+        ``speeds``: of the workers, if they are not equal: durations are those of a worker with speed 1.
         """
         found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
         for kind, worker, microbatch, where, seconds in self.computations():

@@ -200,8 +200,7 @@ class Outcome:
     def deliver(self, layer: HostLayer, inputs: Sequence[Tensor]) -> None:
         """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
 
-        Args:
-            inputs: the tensors that the call was made with.
+        ``inputs``: the tensors that the call was made with.
         """
         for original, copy in self.copies:
             self.caller.write(original, copy)

@@ -122,8 +122,7 @@ class _Sections(UserSections):
 class _Weights(WeightGuard):
     """The masters, which user code may read and write, except between a call and its backward.
 
-    Args:
-        differentiate: runs in place of ``backward``.
+    ``differentiate``: runs in place of ``backward``.
     """
 
     mode: _ManualUserCode

@@ -73,8 +73,7 @@ class Reports:
 def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
     """Return a function that builds the report of ``step``. Most reports are never asked for.
 
-    Args:
-        uploaded: bytes of weights uploaded in all steps so far.
+    ``uploaded``: bytes of weights uploaded in all steps so far.
     """
     options, costs, devices = step.context.options, step.context.learned.costs, step.context.pool.devices
     recorder, plan, workers, started, took = step.spec.recorder, step.plan, len(devices), step.started, step.seconds

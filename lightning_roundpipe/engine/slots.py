@@ -177,8 +177,7 @@ class Slot:
 class TicketQueue:
     """The turns of one worker. Every method is called with the baton held.
 
-    Args:
-        close: called with each slot that has served its last microbatch [3].
+    ``close``: called with each slot that has served its last microbatch [3].
     """
 
     def __init__(self, baton: Baton, close: Callable[[Slot], None]) -> None:

@@ -103,8 +103,7 @@ class Step:
     def run(self, functions: Sequence[Callable[[], Any]], *, in_order: bool) -> None:
         """Run ``training_step`` of all microbatches.
 
-        Args:
-            in_order: whether each begins when the one before has ended.
+        ``in_order``: whether each begins when the one before has ended.
         """
         contexts = [contextvars.copy_context() for _ in functions]
 

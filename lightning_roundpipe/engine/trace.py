@@ -124,8 +124,7 @@ class Trace:
     def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
         """Set the times of the calls. A recomputation takes as long as a forward, and is not the first to compile.
 
-        Args:
-            seconds: by kind of event, microbatch and call; of several, the least counts.
+        ``seconds``: by kind of event, microbatch and call; of several, the least counts.
         """
         for index, call in enumerate(self.calls):
             forwards = [s for kind in ("forward", "recompute") for s in seconds.get((kind, microbatch, index), ())]

@@ -232,8 +232,7 @@ class Worker:
     def open(self, slot: Slot, memory: SlotMemory, present: Slot | None = None) -> None:
         """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way.
 
-        Args:
-            present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
+        ``present``: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
         for before in slot.gradients.after if not slot.gradients.own_sums else ():
             self._baton.wait(before.gradients.sent.then)

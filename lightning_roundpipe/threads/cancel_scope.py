@@ -23,8 +23,7 @@ class Cancelled(BaseException):
 class CancelScope:
     """The first error of a step, and the waiters that it wakes.
 
-    Args:
-        on_failure: called once, in the failing thread, to wake threads that wait for a device.
+    ``on_failure``: called once, in the failing thread, to wake threads that wait for a device.
     """
 
     def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:

@@ -172,8 +172,7 @@ class AsyncOptimizer:
     def drop(self, error: BaseException) -> None:
         """After a failed step, finish what was submitted and drop the gradients of its window.
 
-        Args:
-            error: the error of the step. It gets a note if some layers had been stepped already.
+        ``error``: the error of the step. It gets a note if some layers had been stepped already.
         """
         window, self._window = self._window, None
         if window is not None:

@@ -34,8 +34,7 @@ class Dropped(Exception):
 class GradReadiness:
     """The readiness of the buckets in one step. Several threads report to it; the optimizer's thread takes from it.
 
-    Args:
-        reports_uploads: whether `take` tells which buckets are uploaded, before they are ready [3].
+    ``reports_uploads``: whether `take` tells which buckets are uploaded, before they are ready [3].
     """
 
     def __init__(self, buckets: Sequence[ParamBucket], *, reports_uploads: bool = False) -> None:

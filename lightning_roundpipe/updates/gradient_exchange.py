@@ -306,11 +306,7 @@ class GradientExchange:
             self._weights.append(_InFlight(message, bucket, buffer, work))
 
     def weights(self, *, wait: bool) -> list[ParamBucket]:
-        """Return buckets whose new weights are there [6], each once.
-
-        Args:
-            wait: whether to wait for all.
-        """
+        """Return buckets whose new weights are there [6], each once. ``wait``: whether to wait for all."""
         while self._weights and (wait or self._weights[0].work.is_completed()):
             self._wait_oldest_weights()
         there, self._updated = self._updated, []

@@ -78,9 +78,8 @@ class StepGradients:
 
         The masters are inputs of the last one alone: hooks of a parameter run where there is a gradient.
 
-        Args:
-            values: the value of each loss, and whether a microbatch's loss required grad. If not, backward raises, as
-                it would on the loss itself. If so and no master has a gradient, backward does nothing.
+        ``values``: the value of each loss, and whether a microbatch's loss required grad. If not, backward raises, as
+        it would on the loss itself. If so and no master has a gradient, backward does nothing.
         """
         last = max((i for i, (_, differentiable) in enumerate(values) if differentiable), default=None)
         self._losses = sum(differentiable for _, differentiable in values)

@@ -54,8 +54,7 @@ class Accumulated:
     def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
         """Return the sum for numbers ``start`` to ``end`` of one gradient, accumulated, in the last window, or both.
 
-        Args:
-            gradient: these numbers of the last window's gradient; None if it has none.
+        ``gradient``: these numbers of the last window's gradient; None if it has none.
         """
         if key not in self._present:
             assert gradient is not None
@@ -123,8 +122,7 @@ class WindowGradients:
 
         User code may write to these gradients, replace or drop them: that counts, as in plain training.
 
-        Args:
-            after_step: whether plain training still has the gradients that a step has used.
+        ``after_step``: whether plain training still has the gradients that a step has used.
         """
         if not (after_step or self.is_open) and self._shown is None:
             self.forget(frozenset())  # validation begins with the module's zero_grad, which reaches all parameters
