@@ -472,8 +472,7 @@ class Executor:
     ) -> dict[int, Tensor]:
         """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs.
 
-        Returns:
-            The clones, by the ids of these outputs.
+        Returns the clones, by the ids of these outputs.
         """
         clones = {
             id(t): clone_alike(t)

@@ -57,8 +57,7 @@ class Randomness:
     def begin(self, who: int, device: Device | None, seed: Seed) -> bool:
         """Seed a call of a layer, or a section of user code, if it may draw.
 
-        Returns:
-            Whether it may. The caller then keeps the baton until `end`.
+        Returns whether it may. The caller then keeps the baton until `end`.
         """
         if not (self.learning or who in self.draws):
             return False

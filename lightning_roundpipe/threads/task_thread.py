@@ -114,8 +114,7 @@ class TaskThread:
 
         Until the caller calls `end_turn`, this thread runs nothing. Tasks that are submitted meanwhile run afterwards.
 
-        Returns:
-            Whether the calling thread has the turn.
+        Returns whether the calling thread has the turn.
         """
         with self._counting:
             if self._submitted:
@@ -148,8 +147,7 @@ class TaskThread:
 def within(seconds: float, function: Callable[[], object]) -> bool:
     """Run ``function`` on a separate thread, and raise its exceptions here.
 
-    Returns:
-        False if it has not returned after ``seconds``; the thread is then left behind.
+    Returns False if it has not returned after ``seconds``; the thread is then left behind.
     """
     thread = TaskThread("roundpipe-resting")
     task = thread.submit(function)

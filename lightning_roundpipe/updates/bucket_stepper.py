@@ -302,10 +302,9 @@ class BucketStepper:
     def _apply_parts(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
         """Step a large bucket part by part, while later parts are downloaded [4].
 
-        Returns:
-            False if nothing was done, as the bucket has to be stepped as a whole: it is small, its window gave no
-            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or
-            `show` may need gradients that are narrow.
+        Returns False if nothing was done, as the bucket has to be stepped as a whole: it is small, its window gave no
+        gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or `show`
+        may need gradients that are narrow.
         """
         window, values, accumulated = step.window, step.hyperparameters, self._gradients.accumulated[bucket]
         if (

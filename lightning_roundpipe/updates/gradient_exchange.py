@@ -184,8 +184,7 @@ class GradientExchange:
     def add(self, bucket: ParamBucket, gradients: Mapping[int, Tensor]) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
         """Send this machine's gradients of ``bucket`` [1], whose turn it must be. They may be overwritten.
 
-        Returns:
-            Buckets that are complete now, with their sums.
+        Returns buckets that are complete now, with their sums.
         """
         mine = dict(gradients)
         if not _trained(bucket):

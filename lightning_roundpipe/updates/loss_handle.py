@@ -95,9 +95,8 @@ class StepGradients:
     def differentiated(self, scale: float) -> list[Tensor]:
         """Set `scale`: backward has reached one of the losses.
 
-        Returns:
-            With the last loss, the gradients of the masters that have one; an empty list before, and if they are taken
-            bucket by bucket.
+        Returns, with the last loss, the gradients of the masters that have one; an empty list before, and if they are
+        taken bucket by bucket.
         """
         self._losses -= 1
         if self.scale not in (None, scale * self._factor):
