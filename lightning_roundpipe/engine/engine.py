@@ -537,8 +537,10 @@ def _context_of(
     model: HostModel, pool: Pool, compiler: LayerCompiler, options: Options, peers: Peers | None
 ) -> Context:
     """Return the parts that outlive a step."""
-    devices, dtype = pool.devices, options.reduce_dtype
-    reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
+    devices, reduction, exchange = pool.devices, Reduction(_dtype(options.reduce_dtype), pool.summing), None
+    if peers is not None:
+        dtype, shards = _dtype(options.network_dtype), options.shard_optimizer
+        exchange = GradientExchange(peers, model.buckets, dtype, shards=shards)
     casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
     may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
     carries = may_carry and not compiler.compiled
@@ -561,10 +563,9 @@ def _context_of(
         randomness=randomness,
         learned=Learned(),
         thread_locals=thread_locals_of(model.module),
-        exchange=_exchange_of(peers, model, options) if peers is not None else None,
+        exchange=exchange,
     )
 
 
-def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:
-    dtype = None if options.network_dtype is None else getattr(torch, options.network_dtype)
-    return GradientExchange(peers, model.buckets, dtype, shards=options.shard_optimizer)
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -39,7 +39,6 @@ from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
-from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
@@ -181,10 +180,7 @@ class Batch(CallingThread):
         before: the batch before, if any is in flight.
 
     Attributes:
-        attributes: what it has set on modules.
-        output: what its step has returned.
         exclusive: whether it has done what only a batch alone may do [3].
-        failure: what its step has raised.
         done: ends of what it has enqueued on devices.
         around: the context variables of its step.
     """
@@ -329,8 +325,6 @@ class Round:
     """The slots that some batches share.
 
     Attributes:
-        layout: makes them.
-        batches: the numbers of the batches.
         slots: the slots, one for each stage of a plan.
     """
 
@@ -344,7 +338,6 @@ class Flight:
 
     Args:
         known: what their kind has shown; None for a batch alone.
-        version: version of the weights.
         size: how many are in flight at a time.
         in_place: runs a call of a layer on the user's own weights.
 
@@ -546,11 +539,10 @@ class Evaluations:
     def wait_for(self, batch: Batch) -> None:
         """Wait until ``batch``, the oldest one, has ended. Hooks have no turn any more."""
         self.pause_hooks()
-        flight, waiter = self._flight, Waiter()
+        flight = self._flight
         assert flight is not None
         with self._failing():
-            if batch.ended.then(waiter.wake):
-                self._context.pool.wait(waiter, flight.scope)
+            self._context.pool.wait_for(batch.ended, flight.scope)
             flight.scope.check()
             for event in batch.done:
                 event.wait()

@@ -46,15 +46,9 @@ class Recorder:
         self.nominal_seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
 
     def add(
-        self,
-        kind: str,
-        worker: int,
-        start: Event,
-        end: Event,
-        microbatch: int = -1,
-        nbytes: int = 0,
+        self, kind: str, worker: int, start: Event, end: Event, microbatch: int = -1, nbytes: int = 0,
         where: tuple[int, str, int, str] = NOWHERE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._items.append((kind, worker, start, end, microbatch, nbytes, *where))
 
     def waited(self, worker: int, start: Event, end: Event) -> None:
@@ -110,20 +104,8 @@ class Recorder:
                 times = start.time(), end.time()
             except RuntimeError:  # a later step failed and aborted this copy
                 continue
-            rows.append(
-                {
-                    "kind": kind,
-                    "phase": where.phase,
-                    "worker": worker,
-                    "slot": where.slot,
-                    "call": where.call,
-                    "layer": where.layer,
-                    "microbatch": microbatch,
-                    "nbytes": nbytes,
-                    "start_s": times[0] - origin,
-                    "end_s": times[1] - origin,
-                }
-            )
+            row = {"kind": kind, "worker": worker, **where._asdict(), "microbatch": microbatch, "nbytes": nbytes}
+            rows.append({**row, "start_s": times[0] - origin, "end_s": times[1] - origin})
         return sorted(rows, key=lambda r: r["start_s"])
 
     def call_seconds(self, speeds: Sequence[float] = ()) -> dict[tuple[str, int, int], list[float]]:

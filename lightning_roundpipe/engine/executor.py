@@ -68,10 +68,7 @@ class CallEnvironment:
         seed: from which its random numbers derive.
         state: how attributes of the layer's modules differ from those of its copies.
         contents: what containers of plain values hold that are attributes.
-        thread_state: torch's modes at the call.
         lender: provides stand-ins for parameters of other modules.
-        trained: whether each of the layer's parameters is trained.
-        variables: the context variables at the call.
     """
 
     seed: Seed
@@ -88,7 +85,6 @@ class CallInputs:
     """What a call is made with.
 
     Attributes:
-        arguments: its arguments.
         needs: for each tensor among them, whether it needs a gradient.
         edges: where the gradients of those go.
         saved: the tensors on the host, without those ``recomputed``; empty if the graph is kept.
@@ -120,15 +116,12 @@ class LayerCall:
         index: its position in the trace; of a call that the trace has not, a number behind all of it.
         environment: what its code depends on besides ``inputs``.
         home: device that user code is on at the call.
-        gradients: of the outputs.
         output_kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
         buffers: the layer's buffers in front of the forward.
         slot: the slot of its backward, if the plan has none.
-        planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
         reconnect: returns the outputs of a repeated call as user code gets them; None for other calls.
-        carried: products of its forward.
     """
 
     layer: HostLayer
@@ -244,13 +237,9 @@ class Executor:
 
         Args:
             slot: an open slot that has the layer's weights.
-            inputs: its tensors on this worker.
             keep_graph: whether the graph is kept for the backward.
             carries: least FLOPs a byte of products that go to the host for the recomputation; None: none does.
                 Compiled code has none.
-
-        Returns:
-            What user code gets.
         """
         layer, worker = call.layer, self.worker
         tensors = worker.bring_in(slot, layer, inputs)

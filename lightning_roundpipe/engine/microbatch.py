@@ -36,7 +36,6 @@ class MicrobatchResult:
     """What one microbatch of a window has given.
 
     Attributes:
-        logs: what it has logged.
         output: what ``training_step`` returned, detached.
         loss: the value of its loss; None if it returned none.
         weight: how much the loss counts; 0 before that is known, and without a loss.
@@ -124,7 +123,6 @@ class Microbatch(CallingThread):
 
     Attributes:
         ready: reached when ``training_step`` has ended, and backward through user code, with the result.
-        result: what it gives.
         tape: its calls whose backward is still to come.
     """
 

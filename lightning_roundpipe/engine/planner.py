@@ -346,11 +346,8 @@ class Planner:
 def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing: Collection[HostLayer]) -> bool:
     """From here on, upload weights in low precision that autocast casts at every use.
 
-    Args:
-        sharing: layers whose masters and what uploads read share memory.
-
-    Returns:
-        Whether the size of a layer has changed. Then the workers have dropped their copies of layers.
+    ``sharing``: layers whose masters and what uploads read share memory. Returns whether the size of a layer has
+    changed. Then the workers have dropped their copies of layers.
     """
     rounding = {layer: formats for layer in layers if (formats := layer.seen.uses.only_cast())}
     for layer in layers:
@@ -405,12 +402,8 @@ def worker_speeds(recorder: Recorder, devices: Sequence[Device], alike: Mapping[
     """Return how many times faster than the slowest each worker is; empty if they are equally fast.
 
     In the first batch each call goes to the next worker, so a call may never have run on some of them. Layers that are
-    alike are compared then. Workers of one kind count as equally fast, whatever noise there is between them.
-
-    Args:
-        recorder: the events of the first batch.
-        devices: of the workers.
-        alike: by the name of a layer, something that is equal for layers that take equally long.
+    alike are compared then: for these, ``alike`` has equal values, by name. Workers of one kind count as equally fast,
+    whatever noise there is between them.
     """
     kinds = [device.kind for device in devices]
     if len(set(kinds)) == 1:

@@ -23,7 +23,7 @@ from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.interpreter import unwalked_objects
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.process_state import noticed_changes
-from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
+from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.faults.notes import add_remedy
@@ -93,6 +93,12 @@ class Pool:
         self.baton.wake(scope)
         for device in self.devices:
             device.abort()
+
+    def wait_for(self, signal: Signal, scope: CancelScope) -> None:
+        """Wait in the main thread until ``signal`` is reached."""
+        waiter = Waiter()
+        if signal.then(waiter.wake):
+            self.wait(waiter, scope)
 
     def wait(self, waiter: Waiter | Runner, scope: CancelScope) -> None:
         """Wait in the main thread, under the watchdog. Interrupts are delivered here.

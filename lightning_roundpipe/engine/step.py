@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls
@@ -170,15 +169,10 @@ class Step:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, signals: Sequence[Any]) -> None:
-        for signal in signals:
-            waiter = Waiter()
-            if signal.then(waiter.wake):
-                self.context.pool.wait(waiter, self.spec.scope)
-
     def _wait_for_outputs(self) -> None:
         """Wait until all outputs are there [2], and the step before, which nothing else waits for, is over."""
-        self._wait([microbatch.ready for microbatch in self.microbatches])
+        for microbatch in self.microbatches:
+            self.context.pool.wait_for(microbatch.ready, self.spec.scope)
         if self.before is not None and not self.spec.scope.failed:
             self.before._wait_for_end()
             self.started = max(self.started, self.before.started + self.before.seconds)

@@ -24,7 +24,6 @@ class StepSpec:
         loss_weights: how much the microbatches count; also says how many there are.
         seed: numbers from which its random states derive.
         first: number of its first microbatch among those of all machines.
-        several: whether it has several microbatches.
         overlaps: whether its backward may go on beside the next step.
         shares_state: whether its microbatches depend on state of the process that the main thread changes.
         undisturbed: whether no update was writing to masters when it began.
@@ -32,7 +31,6 @@ class StepSpec:
         measures: whether a plan is to be made from it.
         ahead: whether a stage is recomputed before the gradients of its last call are there.
         carry: calls whose products are carried, with these products' least FLOPs a byte.
-        recorder: records calls and copies.
         copies: copies on devices of masters that user code reads, until all microbatches have ended.
     """
 

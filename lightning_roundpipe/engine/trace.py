@@ -25,7 +25,6 @@ class TracedCall:
 
     Attributes:
         use: how often the microbatch has called the layer before.
-        taped: whether a backward follows.
         forward_s, backward_s: seconds that they take.
         activation_bytes: peak memory of the call on its worker, backward included.
         kept_bytes: peak memory of the forward, with its graph.
@@ -34,7 +33,6 @@ class TracedCall:
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
         recomputable: inputs that a recomputation may make again; see `CallCost`.
-        worker: number of the worker that it ran on.
         seen: what was seen of its products.
         products: bytes of outputs of its products that can be carried, and their share of its forward's time, by FLOPs
             for each byte.

@@ -59,16 +59,11 @@ class AsyncOptimizer:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[ParamBucket],
-        pool: GradientPool,
-        optimizer: Callable[[], Optimizer | None] = lambda: None,
-        staleness: int = 0,
-        scales: Scales | None = None,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        exchange: GradientExchange | None = None,
+        self, buckets: Sequence[ParamBucket], pool: GradientPool,
+        optimizer: Callable[[], Optimizer | None] = lambda: None, staleness: int = 0, scales: Scales | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext, exchange: GradientExchange | None = None,
         form: str = FP32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.buckets = list(buckets)
         self.staleness = staleness
         self._scales = scales or Scales()

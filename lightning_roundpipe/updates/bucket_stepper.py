@@ -59,7 +59,6 @@ class OptimizerStep:
         window: the gradients of its last window; None if that gave none.
         hyperparameters: a snapshot of when the step was submitted.
         clip: how to clip gradients; None leaves them.
-        partial_optimizer: steps some of the optimizer's parameters.
         scale: the loss scale, which the gradients of all its windows were multiplied by.
         outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
         keeps: see `WindowGradients`.

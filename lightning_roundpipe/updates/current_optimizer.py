@@ -38,10 +38,8 @@ class CurrentOptimizer:
         """Return what steps some of the parameters of ``optimizer``."""
         if self._partial is None or self._partial[0] is not optimizer:
             masters = list(self._masters.values())
-            self._partial = (
-                optimizer,
-                PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped, self.places),
-            )
+            made = PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped, self.places)
+            self._partial = optimizer, made
         return self._partial[1]
 
     def _memory(self, master: nn.Parameter) -> Tensor | SplitTensor:

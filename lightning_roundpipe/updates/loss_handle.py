@@ -47,13 +47,9 @@ class StepGradients:
     """
 
     def __init__(
-        self,
-        sums: Sequence[HostGradSums],
-        proxies: Sequence[Proxies],
-        factor: float,
-        readiness: GradReadiness | None = None,
-        share: Callable[[], float] | None = None,
-    ) -> None:
+        self, sums: Sequence[HostGradSums], proxies: Sequence[Proxies], factor: float,
+        readiness: GradReadiness | None = None, share: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
         self._share = share
         self.sums = list(sums)
         """The host sums per call; empty once all have been released."""
