@@ -28,7 +28,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -322,15 +322,10 @@ class _EvaluationUserCode(UserCodeMode):
 
 @dataclass
 class Round:
-    """The slots that some batches share.
+    """The slots that some batches share, one for each stage of a plan, and the numbers of these batches."""
 
-    Attributes:
-        slots: the slots, one for each stage of a plan.
-    """
-
-    layout: StepSlots
+    slots: StepSlots
     batches: range
-    slots: list[Slot] = field(default_factory=list)
 
 
 class Flight:
@@ -369,7 +364,7 @@ class Flight:
 
     def slots(self) -> list[Slot]:
         """Return the slots that may be open."""
-        return [slot for round_ in self._rounds for slot in round_.slots]
+        return [slot for round_ in self._rounds for slot in round_.slots.all]
 
     def start(self, function: Callable[[], Any]) -> Batch:
         """Start a batch. The caller holds the baton."""
@@ -378,7 +373,7 @@ class Flight:
         if begins:
             self._add_round(index)
         round_, before = self._rounds[-1], self.last
-        batch = self.last = Batch(self, round_.layout, round_.slots, index, before)
+        batch = self.last = Batch(self, round_.slots, round_.slots.all, index, before)
         if begins and before is not None:
             batch.turns.predecessor_progress = before.turns.progress
         self.tasks = [task for task in self.tasks if not task.finished]
@@ -404,14 +399,14 @@ class Flight:
             changing = [layer for layer in slot.layers if layer.buffers.mutable]
             slot.gradients.after = [other for other in before if any(map(other.has, changing))]
         layout.enqueue()
-        self._rounds.append(Round(layout, batches, slots))
+        self._rounds.append(Round(layout, batches))
 
     def close_round(self) -> None:
         """Give up the turns of batches that are not started. Others make a new round. The caller holds the baton."""
         last = self._rounds[-1]
         started = max(self._count, last.batches.start)
         for batch in range(started, last.batches.stop):
-            for slot in last.slots:
+            for slot in last.slots.all:
                 self.context.pool.workers[slot.worker].tickets.release(slot, batch)
         last.batches = range(last.batches.start, min(started, last.batches.stop))
 
@@ -423,9 +418,9 @@ class Flight:
     def forget(self, shown: float) -> Iterator[Recorder]:
         """Forget rounds whose batches have all ended; yield what was recorded of them."""
         for round_ in [r for r in self._rounds if r.batches.stop <= shown]:
-            if round_.layout is not self.without_plan or shown == math.inf:
+            if round_.slots is not self.without_plan or shown == math.inf:
                 self._rounds.remove(round_)
-                yield round_.layout.spec.recorder
+                yield round_.slots.spec.recorder
 
 
 class Evaluations:

@@ -102,8 +102,7 @@ class Randomness:
     def check(self) -> None:
         """Check that nothing has drawn that is not known to. The caller holds the baton.
 
-        Raises:
-            RoundPipeError: something has.
+        Raises `RoundPipeError` if something has.
         """
         for generator in self._generators:
             if generator.initial_seed() != _PARKED or not _is_parked(generator):

@@ -55,8 +55,7 @@ class Signal:
     def wait(self, scope: CancelScope) -> None:
         """Block a thread that takes no part in the baton until it is reached.
 
-        Raises:
-            Cancelled: the step has failed.
+        Raises `Cancelled` if the step has failed.
         """
         waiter = Waiter()
         if self.then(waiter.wake):
@@ -200,8 +199,7 @@ class Baton:
     def offer(self) -> None:
         """Let a thread of lower rank that can go on go first.
 
-        Raises:
-            Cancelled: the step has failed. The thread holds the baton.
+        Raises `Cancelled` if the step has failed. The thread holds the baton.
         """
         runner = self.runner
         runner.scope.check()

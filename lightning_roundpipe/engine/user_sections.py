@@ -130,11 +130,7 @@ class UserSections:
     # -- waits --------------------------------------------------------------------------------------------------------
 
     def wait_for(self, what: Versioned, version: int) -> None:
-        """Wait for a version of weights [3].
-
-        Raises:
-            RoundPipeError: the code draws random numbers.
-        """
+        """Wait for a version of weights [3]. Raises `RoundPipeError` if the code draws random numbers."""
         if what.has(version):
             return
         if self._draws:

@@ -98,11 +98,7 @@ class CancelScope:
             raise Cancelled
 
     def wait(self, waiter: Waiter) -> None:
-        """Wait until ``waiter`` is woken.
-
-        Raises:
-            Cancelled: if the step has failed.
-        """
+        """Wait until ``waiter`` is woken. Raises `Cancelled` if the step has failed."""
         self._waiters.add(waiter)  # before the look at `failed`, which `fail` sets before it copies the set: no lock
         try:
             if not self.failed:

@@ -125,8 +125,7 @@ class GradientExchange:
     def set_asynchronous(self, asynchronous: bool) -> None:
         """Say who steps: the optimizer's thread, bucket by bucket, or the caller, who steps all parameters.
 
-        Raises:
-            RoundPipeError: the caller cannot, as this machine has not the state of all parameters any more.
+        Raises `RoundPipeError` if the caller cannot, as this machine has not the state of all parameters any more.
         """
         if self._asynchronous and not asynchronous and self.owner:
             raise RoundPipeError(
