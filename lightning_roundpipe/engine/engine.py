@@ -198,14 +198,9 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
-        """Run ``function()``, a ``training_step`` under manual optimization.
+        """Return what ``function()`` returns, a ``training_step`` that calls backward and optimizers itself.
 
-        Args:
-            function: ``training_step`` with its arguments bound. It calls backward and optimizers itself.
-            seed: numbers that identify the batch.
-
-        Returns:
-            What ``function`` returned.
+        ``seed``: numbers that identify the batch.
         """
         self._prepare(zero_grad=False)
         context = self.context
@@ -485,13 +480,9 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, kind: Hashable = ()) -> Any:
-        """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only.
+        """Return what ``function(*args)`` returns, a validation, test or predict step of one batch, which runs alone.
 
-        Args:
-            kind: under which `evaluations` will know the step's calls; empty if it need not.
-
-        Returns:
-            What ``function`` returned.
+        ``kind``: under which `evaluations` will know the step's calls; empty if it need not.
         """
         self.begin_evaluations(kind, 1, exclusive=True)
         try:

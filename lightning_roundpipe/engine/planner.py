@@ -93,9 +93,6 @@ class Planner:
     def learn(self, step: Step, drain: Callable[[], None]) -> None:
         """Make a plan after a window without one, or find that microbatches have to follow one another.
 
-        Args:
-            drain: waits until nothing is in flight.
-
         Raises:
             RoundPipeError: ``training_step`` called no layer.
             DoesNotFit: no plan fits the memory budget.

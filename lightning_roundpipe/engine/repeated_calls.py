@@ -36,11 +36,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 def repeated(layer: HostLayer, calls: Sequence[TracedCall], seed_of: Callable[[int], Seed], *, draws: bool) -> int:
     """Return which of the ``calls`` is repeated [1]; the layer's last one if the generator does not tell.
 
-    Args:
-        seed_of: returns the seed of the section of user code in front of a call.
-
-    Raises:
-        RoundPipeError: the layer has not been called, or nothing tells which of its random numbers are repeated.
+    ``seed_of`` returns the seed of the section of user code in front of a call.
     """
     mine = [number for number, call in enumerate(calls) if call.layer is layer]
     if not mine:

@@ -238,7 +238,6 @@ class Turns:
         """Context in which a call runs, in the turn of its slot, or in the present turn if the slot is its own.
 
         Args:
-            slot: its slot, see `of`.
             saved: what the call needs from the host. It is brought once the turn is the next one, see `Activations.on`.
             lent: whether that goes back when the call is over.
         """

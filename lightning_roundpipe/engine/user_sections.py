@@ -165,9 +165,6 @@ class WeightGuard:
 
     Args:
         mode: the torch function mode of the user code; None: that of a training step.
-
-    Attributes:
-        read: the buckets that it has read.
     """
 
     def __init__(self, sections: UserSections, tape: Sequence[LayerCall], mode: UserCodeMode | None = None) -> None:

@@ -133,14 +133,7 @@ class TaskThread:
         self._tasks.put(None)
 
     def join(self, deadline: float | None = None) -> bool:
-        """Wait for the thread to end after `stop`.
-
-        Args:
-            deadline: time on the monotonic clock until which to wait; None waits without limit.
-
-        Returns:
-            Whether the thread has ended.
-        """
+        """Wait for the end after `stop`, until ``deadline`` on the monotonic clock. Returns whether it has come."""
         return thread_end.join(self._thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 

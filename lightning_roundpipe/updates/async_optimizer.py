@@ -81,13 +81,9 @@ class AsyncOptimizer:
         self._scales.fix(self.wanted, self.submitted)
 
     def begin(self, *, zero_grad: bool) -> None:
-        """Prepare for a window. If no step has followed the one before it, that one is accumulated.
+        """Prepare for a window, and raise what an update has raised.
 
-        Args:
-            zero_grad: whether to drop what was accumulated, as ``Optimizer.zero_grad`` does.
-
-        Raises:
-            Exception: what an update has raised.
+        If no step has followed the window before it, that one is accumulated; ``zero_grad`` drops what was accumulated.
         """
         self._raise_error()
         self.gradients.hide()
@@ -150,14 +146,10 @@ class AsyncOptimizer:
             bucket.publish(self.submitted)
 
     def settle(self, *, within_window: bool = False) -> None:
-        """Wait until everything submitted has been applied.
+        """Wait until everything submitted has been applied, and raise what an update has raised; once.
 
-        Args:
-            within_window: whether the last window goes on, and its loss may still be differentiated: its gradients stay
-                apart from those of earlier windows.
-
-        Raises:
-            Exception: what an update has raised; once.
+        ``within_window``: whether the last window goes on, and its loss may still be differentiated: its gradients stay
+        apart from those of earlier windows.
         """
         if not within_window:
             self._accumulate()

@@ -115,14 +115,9 @@ class GradReadiness:
     # -- the optimizer's thread ---------------------------------------------------------------------------------------
 
     def take(self, *, wait: bool, uploaded: Callable[[ParamBucket], None] = lambda bucket: None) -> list[ParamBucket]:
-        """Return the buckets that have become ready since the last call.
+        """Return the buckets that have become ready since the last call; with ``wait``, at least one.
 
-        Args:
-            wait: whether to wait for at least one.
-            uploaded: called with each bucket that has been uploaded.
-
-        Raises:
-            Dropped: if the step has failed.
+        Calls ``uploaded`` with each bucket that has been uploaded. Raises `Dropped` if the step has failed.
         """
         taken: list[ParamBucket] = []
         if wait:

@@ -326,10 +326,7 @@ class GradientExchange:
     ) -> tuple[list[Tensor], bool]:
         """Return the norms of all gradients, in the order of ``keys``, and whether all machines have finite ones.
 
-        Args:
-            norms: norms of the gradients that this machine owns, by id of the master.
-            keys: ids of all masters that the optimizer has.
-            finite: whether the gradients that this machine owns are finite.
+        ``norms`` and ``finite`` are those of the gradients that this machine owns.
         """
         mine = torch.zeros((2, len(keys) + 1), dtype=torch.float64)
         for index, key in enumerate(keys):
