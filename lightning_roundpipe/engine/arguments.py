@@ -133,12 +133,9 @@ class Arguments:
     __slots__ = ("_boxes", "_names", "_nodes", "_own", "_places", "_where", "tensors")
 
     def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        attributes: dict[tuple[int, str], Any],
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], attributes: dict[tuple[int, str], Any],
         own: Callable[[nn.Parameter], Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tensors: list[Tensor] = []
         self._places: dict[int, _Place] = {}
         self._boxes: dict[int, _Box] = {}

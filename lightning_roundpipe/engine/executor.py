@@ -355,23 +355,7 @@ class Executor:
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
-        now = [p._version for p in replica.parameters]
-        written = (
-            {i for i, (p, before) in enumerate(zip(now, own, strict=True)) if p != before} if now != own else set()
-        )
-        if isinstance(borrowing, Borrowing):
-            layer.seen.borrows = borrowing.found
-            layer.seen.reads_data |= borrowing.reads_data
-            written |= borrowing.written_by_data()
-        if written:
-            _refuse_written(layer, replica, written)
-        if replica.registrations.have_changed():
-            _refuse_registered(layer, replica)
-        if grad and replica.trains_more(around.trained):
-            raise RoundPipeError(
-                f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
-                "is lost. Set requires_grad between steps, for example in on_train_batch_start."
-            )
+        self._check_copy(call, replica, own, borrowing, grad=grad)
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
         filled = replica.attributes.changed_contents()
         built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
@@ -394,6 +378,30 @@ class Executor:
             if self._randomness.learning and reaches_out(run.differentiable, layer.name):
                 layer.seen.reaches_out = True
         return run, aliases, sink
+
+    def _check_copy(
+        self, call: LayerCall, replica: Replica, versions: Sequence[int], borrowing: object, *, grad: bool
+    ) -> None:
+        """Note what the layer's code has used of other modules, and refuse what it has changed in its copy.
+
+        ``versions``: those of the parameters before.
+        """
+        layer = call.layer
+        now = zip(replica.parameters, versions, strict=True)
+        written = {i for i, (parameter, before) in enumerate(now) if parameter._version != before}
+        if isinstance(borrowing, Borrowing):
+            layer.seen.borrows = borrowing.found
+            layer.seen.reads_data |= borrowing.reads_data
+            written |= borrowing.written_by_data()
+        if written:
+            _refuse_written(layer, replica, written)
+        if replica.registrations.have_changed():
+            _refuse_registered(layer, replica)
+        if grad and replica.trains_more(call.environment.trained):
+            raise RoundPipeError(
+                f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
+                "is lost. Set requires_grad between steps, for example in on_train_batch_start."
+            )
 
     def _borrowing(self, call: LayerCall, replica: Replica) -> contextlib.AbstractContextManager[Any]:
         """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none.
