@@ -438,29 +438,29 @@ class HostGradSums:
         """The end of the last download, or its addition: the sum may be read or overwritten afterwards."""
         return self.parts[-1][1] if self.parts else None
 
-    @property
-    def has_room(self) -> bool:
-        """Whether neither `make_room` nor a download waits."""
-        nbytes, arrived = self.layout.travel_nbytes, self.arrived
-        if arrived is None:
-            return not self._pool.is_full(nbytes)
-        return not self.adds or (arrived.done() and not self._pool.is_landing(nbytes))
+    def make_room(self, cancel_scope: CancelScope | None = None) -> bool:
+        """Before a download: take a block for it [2].
 
-    def make_room(self, cancel_scope: CancelScope) -> None:
-        """Before a download: take a block for it [2]."""
-        layout, pool = self.layout, self._pool
-        if self._first is None and self._block is None:
-            pool.wait(pool.is_full, layout.travel_nbytes, cancel_scope)
-            block = pool.take(layout.travel_nbytes)
-            if layout.narrowed:
-                self._first = block
-            else:
-                self._block = block
-        elif self.adds:
-            pool.wait(pool.is_landing, layout.travel_nbytes, cancel_scope)
-            self._landing = pool.take_landing(layout.travel_nbytes), self._first
+        Without a ``cancel_scope``, returns False, and does nothing, where this or the download would wait.
+        """
+        layout, pool, arrived = self.layout, self._pool, self.arrived
+        nbytes, is_first = layout.travel_nbytes, self._first is None and self._block is None
+        if not (is_first or self.adds):
+            return True
+        full = pool.is_full if is_first else pool.is_landing
+        if cancel_scope is not None:
+            pool.wait(full, nbytes, cancel_scope)
+        elif full(nbytes) or not (arrived is None or arrived.done()):
+            return False
+        if not is_first:
+            self._landing = pool.take_landing(nbytes), self._first
             if self._first is not None:
                 self._first, self._block = None, pool.take_wide(layout.nbytes)
+        elif layout.narrowed:
+            self._first = pool.take(nbytes)
+        else:
+            self._block = pool.take(nbytes)
+        return True
 
     def release(self) -> None:
         """Give the memory back, whose contents are no longer needed [3]. Idempotent."""
