@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -80,7 +79,7 @@ def make_model(config: PretrainedConfig, name: str, precision: Precision) -> nn.
     AttentionInterface.register(ATTENTION, attention)
     build: Any = AutoModelForCausalLM.from_config
     try:
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             try:
                 model: nn.Module = build(config, dtype=_DTYPES[precision], attn_implementation=ATTENTION)
             except (KeyError, ValueError):  # some architectures allow only their own attention
@@ -96,7 +95,7 @@ def with_adapters(model: nn.Module, name: str, lora: str, changed: Settings, pac
     Raises:
         ValueError: the adapters do not fit the model, or are those of experts that are ``packed_as`` a format.
     """
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):  # of libraries about each other
         if not (settings := read_adapters(lora, changed)):
             return model
         from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
@@ -114,14 +113,6 @@ def with_adapters(model: nn.Module, name: str, lora: str, changed: Settings, pac
             "(lora.target_parameters). Adapt attention alone: lora=attention."
         )
     return model.train()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide warnings of libraries about each other."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:

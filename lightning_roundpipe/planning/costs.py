@@ -336,53 +336,50 @@ class Costs:
         """Return the costs on one worker. Equal workers share one object."""
         return self._each[worker] if self.times else self
 
+    def map(self, change: Callable[[CallCost], CallCost]) -> Costs:
+        """Return the costs of changed calls."""
+        return Costs(tuple(map(change, self.calls)))
+
     def unpacked_once(self, microbatches: int) -> Costs:
         """What the calls cost in stages that unpack packed weights once for ``microbatches``."""
         if not any(call.unpacked_bytes for call in self.calls):
             return self
-        return Costs(tuple(call.unpacked_once(microbatches) for call in self.calls))
+        return self.map(lambda call: call.unpacked_once(microbatches))
 
     def carrying(self, calls: Collection[int], least: int = 0) -> Costs:
         """What the calls cost in backward stages, where products of ``calls`` are carried (`CallCost.recompute_s`)."""
         if not calls:
             return self
-        return Costs(
-            tuple(
-                replace(one, forward_s=one.recompute_s(least)) if call in calls else one
-                for call, one in enumerate(self.calls)
-            )
-        )
+        pairs = enumerate(self.calls)
+        return Costs(tuple(replace(c, forward_s=c.recompute_s(least)) if n in calls else c for n, c in pairs))
 
     def holding_copies(self, microbatches: int, stages: int) -> Costs:
         """`unpacked_once`, with the copies counted as weights: for cutting stages that have room for them.
 
         ``stages``: how many have room in the arena for weights, so that each has its part of the one for copies.
         """
-        found = self.unpacked_once(microbatches)
-        return Costs(
-            tuple(
-                replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
-                for call in found.calls
-            )
-        )
+
+        def holding(call: CallCost) -> CallCost:
+            return replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
+
+        return self.unpacked_once(microbatches).map(holding)
 
     def of_part(self, parts: int) -> Costs:
         """Return the calls of a microbatch with a ``parts``-th of the samples, whose activations take as much less."""
         sizes = [item.name for item in fields(CallCost) if item.name.endswith("_bytes")]
         sizes = [name for name in sizes if name not in _OF_WEIGHTS]
-        return Costs(
-            tuple(
-                replace(
-                    call,
-                    shared=tuple((distance, size // parts) for distance, size in call.shared),
-                    passed=tuple((distance, size // parts) for distance, size in call.passed),
-                    recomputable=tuple((before, behind, size // parts) for before, behind, size in call.recomputable),
-                    products=tuple((flops, nbytes // parts, seconds) for flops, nbytes, seconds in call.products),
-                    **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
-                )
-                for call in self.calls
+
+        def part(call: CallCost) -> CallCost:
+            return replace(
+                call,
+                shared=tuple((distance, size // parts) for distance, size in call.shared),
+                passed=tuple((distance, size // parts) for distance, size in call.passed),
+                recomputable=tuple((before, behind, size // parts) for before, behind, size in call.recomputable),
+                products=tuple((flops, nbytes // parts, seconds) for flops, nbytes, seconds in call.products),
+                **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
             )
-        )
+
+        return self.map(part)
 
     @cached_property
     def _each(self) -> list[Costs]:

@@ -65,4 +65,4 @@ def with_times_of_bytes(costs: Costs, hardware: Hardware) -> Costs:
         backward_s = call.backward_s or (2 * moved_s if call.needs_backward else 0.0)
         return dataclasses.replace(call, forward_s=call.forward_s or moved_s, backward_s=backward_s)
 
-    return Costs(tuple(map(timed, costs)))
+    return costs.map(timed)

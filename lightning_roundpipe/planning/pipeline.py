@@ -38,7 +38,7 @@ from typing import Literal, NamedTuple
 from lightning_roundpipe.planning.costs import CallCost, Costs, for_each
 from lightning_roundpipe.planning.host_time import HostTime, SharedSeconds
 from lightning_roundpipe.planning.links import Lane, Links
-from lightning_roundpipe.planning.memory import Memory, kept_inputs, reserved_within
+from lightning_roundpipe.planning.memory import Memory, WorkerNeeds, kept_inputs
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
@@ -385,12 +385,10 @@ def _workers(plan: Plan, costs: Costs, workers: int, rules: Rules) -> list[_Work
     if len(links) != workers:
         raise ValueError(f"links={links!r} must be one for all workers, or one for each of {workers}.")
     if isinstance(rules.memory, tuple):
-        sizes = [
-            reserved_within(plan, costs, workers, memory, worker=worker).arena
-            for worker, memory in enumerate(rules.memory)
-        ]
+        each = enumerate(rules.memory)
+        sizes = [WorkerNeeds(plan, costs, workers, worker).reserved(memory).arena for worker, memory in each]
     else:
-        sizes = [reserved_within(plan, costs, workers, rules.memory).arena] * workers
+        sizes = [WorkerNeeds(plan, costs, workers).reserved(rules.memory).arena] * workers
     return [_Worker(link, arena) for link, arena in zip(links, sizes, strict=True)]
 
 
