@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
@@ -80,7 +81,7 @@ class Communication(NamedTuple):
 
 @dataclass
 class Trial:
-    """Plans for one size of microbatches. ``judged``: seconds of each of many steps, by plan that fits."""
+    """Plans for one size of microbatches."""
 
     shape: ModelShape
     wish: Wish
@@ -88,7 +89,6 @@ class Trial:
     microbatches: int
     sequence_length: int
     microbatch_size: int
-    judged: dict[Plan, float] = field(default_factory=dict)
 
     @property
     def costs(self) -> Costs:
@@ -120,13 +120,11 @@ class Trial:
         smallest = min(plans, key=lambda plan: total(problem.host_items(plan)))
         return next((plan for plan in (cut, *problem.beside()) if problem.has_room_for(plan)), smallest)
 
-    def judge(self, plan: Plan) -> float:
-        """Return the reported seconds of a step, by which plans are compared; infinite if the plan does not fit."""
-        if not self.problem.has_room_for(plan):
-            return math.inf
-        if plan not in self.judged:
-            self.judged[plan] = self.problem.period_s(plan, _STEPS)
-        return self.judged[plan]
+    @cached_property
+    def judge(self) -> Callable[[Plan], float]:
+        """Returns the reported seconds of a step, by which plans are compared; infinite if the plan does not fit."""
+        problem = self.problem
+        return cache(lambda plan: problem.period_s(plan, _STEPS) if problem.has_room_for(plan) else math.inf)
 
     def best(self, part: float) -> Plan | None:
         """Return the plan after a share ``part`` of the search; None if no plan fits."""
@@ -245,15 +243,14 @@ class Outlook(Trial):
     @cached_property
     def slower_links(self) -> dict[str, float]:
         """Tokens a second of the plan with slower links to all GPUs, by their names, if the links are assumed."""
-        machine, wish = self.shape.hardware, self.wish
+        machine = self.shape.hardware
         if self.run is None or machine.emulated or machine.kinds or not self.assumed:
             return {}
         found = {}
         for name, rate in SLOWER_LINKS.items():
             if rate < machine.upload:
-                shape = self.shape.on(replace(machine, upload=rate, download=min(rate, machine.download)))
-                links = shape.rules(wish.staleness, wish.network).links
-                found[name] = self.step_tokens / self._period_with(links=links)
+                slower = replace(machine, upload=rate, download=min(rate, machine.download))
+                found[name] = self.step_tokens / self._period_with(links=slower.links())
         return found
 
     @cached_property
@@ -333,7 +330,7 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
         run = run_steps(plan, chosen.costs, workers, microbatches, chosen.problem.rules, 2 * _STEPS)
     memory = least(memory_of(wish, shape.hardware))
     return Outlook(
-        shape, wish, workers, microbatches, chosen.sequence_length, chosen.microbatch_size, chosen.judged, plan=plan,
+        shape, wish, workers, microbatches, chosen.sequence_length, chosen.microbatch_size, plan=plan,
         run=run, longest=find_longest(shape, workers, microbatches, memory) if longest else None, assumed=assumed,
     )  # fmt: skip
 

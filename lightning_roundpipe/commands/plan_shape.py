@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from lightning_roundpipe.commands.choices import make_model, read_config, with_adapters
+from lightning_roundpipe.commands.choices import make_model, packed_weights, read_config, with_adapters
 from lightning_roundpipe.commands.machines import AUTO
-from lightning_roundpipe.commands.packed_weights import packed_weights
 from lightning_roundpipe.commands.wish import Tiles, Wish
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers

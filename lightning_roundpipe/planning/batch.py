@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes, for_each
 from lightning_roundpipe.planning.memory import Memory, arenas, layer_arena, waiting, waiting_at
 from lightning_roundpipe.planning.problem import Problem
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]

@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span, Stage
 from lightning_roundpipe.planning.updates import PIECE_BYTES
 
 BESIDE = 2

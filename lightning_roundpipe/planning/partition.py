@@ -26,8 +26,7 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes
 from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes, fits, least
 from lightning_roundpipe.planning.problem import Problem
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 _TICKS_PER_S = 10**12
 """Times are compared as whole picoseconds, so that equal sums are equal whatever order they were added in."""

@@ -23,8 +23,7 @@ from lightning_roundpipe.planning.memory import (
     total,
 )
 from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from lightning_roundpipe.planning.memory import BESIDE
 from lightning_roundpipe.planning.partition import partition_within
 from lightning_roundpipe.planning.pipeline import step_ends
 from lightning_roundpipe.planning.problem import Problem
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.schedule import Plan, Span
 from lightning_roundpipe.planning.seeds import round_choices, seeds
-from lightning_roundpipe.planning.span import Span
 
 SEARCH_SECONDS = 10.0
 """The default length of a search. It is a measure of work: no clock ends a search."""
