@@ -45,7 +45,7 @@ def row_of(case: Case, staleness: Staleness, search_seconds: float) -> tuple[flo
     steps = STEADY * PERIOD_STEPS if staleness else 1
     run = run_steps(plan, costs, case.workers, case.microbatches, rules, steps)
     ours = run.period_s(PERIOD_STEPS) if staleness else run.makespan_s
-    saved = sum(call.forward_s for call in costs.calls[-1 - problem.limits.max_fused : -1])
+    saved = sum(call.forward_s for call in costs.calls[-1 - problem.max_fused : -1])
     unfused = sum(2 * call.forward_s + call.backward_s for call in costs) - costs.calls[-1].forward_s
     least = case.microbatches * (unfused - saved) / case.workers
     paper = papers_seconds(case)[staleness]

@@ -101,10 +101,11 @@ class Trial:
         rules = replace(self.shape.rules(wish.staleness, wish.network), memory=memory)
         found = Problem.usual(
             self.costs, self.workers, self.microbatches, memory if searches else None, rules, host_of(self.shape)
-        ).within(memory=memory, side_by_side=not wish.like_paper)
-        lowest = min(found.limits.min_round, wish.max_round or self.microbatches)
+        )
+        found = replace(found, memory=memory, side_by_side=not wish.like_paper)
+        lowest = min(found.min_round, wish.max_round or self.microbatches)
         most = min(found.host_round(), wish.max_round or self.microbatches)
-        return found.within(min_round=lowest, max_round=max(lowest, most))
+        return replace(found, min_round=lowest, max_round=max(lowest, most))
 
     @cached_property
     def smallest(self) -> Plan:
@@ -168,13 +169,13 @@ class Outlook(Trial):
 
     def memory_of(self, worker: int | None) -> int | None:
         """Return the bytes that a worker may use; ``worker`` None: the first. The result is None without a limit."""
-        memory = self.problem.limits.memory
+        memory = self.problem.memory
         return memory[worker or 0] if isinstance(memory, tuple) else memory
 
     @cached_property
     def worker(self) -> int | None:
         """The worker with the least room left, if workers have unequal memory; else None."""
-        memory = self.problem.limits.memory
+        memory = self.problem.memory
         if not isinstance(memory, tuple):
             return None
         needs = [device_bytes(self.plan, self.costs, self.workers, worker) for worker in range(self.workers)]
@@ -225,7 +226,7 @@ class Outlook(Trial):
     @cached_property
     def data_parallel_tokens_per_s(self) -> float | None:
         """Tokens a second of data parallelism, at best; None if a GPU cannot hold the model, or without an estimate."""
-        wish, memory, machine = self.wish, self.problem.limits.memory, self.shape.hardware
+        wish, memory, machine = self.wish, self.problem.memory, self.shape.hardware
         if wish.like_paper or wish.machines > 1 or machine.kinds or not isinstance(memory, int):
             return None
         size = self.microbatch_size
@@ -385,13 +386,13 @@ def find_longest(shape: ModelShape, workers: int, microbatches: int, memory: int
 
 def plan_of_longest(problem: Problem) -> Plan:
     """Return the plan that `find_longest` checks, whose problem has the usual limits."""
-    plan = smallest_within(problem.within(max_round=max(problem.workers, problem.host_round())))
+    plan = smallest_within(replace(problem, max_round=max(problem.workers, problem.host_round())))
     return plan if problem.fits_host(plan) else problem.keeping_least(plan)
 
 
 def _why_not(problem: Problem, machine: Hardware) -> str | None:
     """Return what is too large, in words; None if the plan fits."""
-    plan, memory = plan_of_longest(problem), least(problem.limits.memory)
+    plan, memory = plan_of_longest(problem), least(problem.memory)
     if memory is not None and not problem.fits(plan):
         item = max(WorkerNeeds(plan, problem.costs, problem.workers).items(memory), key=lambda item: item.nbytes)
         part = item.name.partition(", of stage")[0].partition(", stage")[0]

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from lightning_roundpipe.commands.choices import make_model, packed_weights, read_config, with_adapters
 from lightning_roundpipe.commands.machines import AUTO
@@ -31,7 +30,6 @@ USUAL_LENGTH = 2048
 
 _MOST_LENGTH = 2**20
 """Positions of a model whose configuration has no limit."""
-
 
 TILE = 4096
 """Tokens of a tile in estimates with tiles, if the wish asks for no tiles."""
@@ -64,10 +62,14 @@ class ModelShape:
         if wish.precision == "fp8":
             _refuse_without_fp8(wish, hardware)
         self.configured = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
-        self.longest = self.configured
+        self.longest = wish.max_positions or self.configured
         if wish.max_positions is not None:
-            _offer(config, wish.max_positions, model, self.configured)
-            self.longest = wish.max_positions
+            if self.longest <= self.configured:
+                raise ValueError(
+                    f"max_positions={self.longest} is no more than the {self.configured} tokens that model={model} has "
+                    "positions for: leave it out."
+                )
+            config.get_text_config().max_position_embeddings = self.longest
         base, quantization = make_model(config, model, wish.precision), self.quantization
         self._packed = {} if quantization is None else packed_weights(base, quantization)
         form = None if quantization is None else quantization.form
@@ -160,23 +162,8 @@ class ModelShape:
             share = MASTER_BYTES / GRADIENT_BYTES  # fp32 weights are sent to all machines
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
         copy_bytes = 0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes
-        return machine.rules(
-            staleness,
-            copy_bytes,
-            self._reduced_bytes,
-            blocking=self._wish.like_paper and not staleness,
-            network=between,
-        )
-
-
-def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:
-    """Set the number of positions in the configuration."""
-    if max_positions <= configured:
-        raise ValueError(
-            f"max_positions={max_positions} is no more than the {configured} tokens that model={model} has positions "
-            "for: leave it out."
-        )
-    config.get_text_config().max_position_embeddings = max_positions
+        blocking = self._wish.like_paper and not staleness
+        return machine.rules(staleness, copy_bytes, self._reduced_bytes, blocking=blocking, network=between)
 
 
 def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:

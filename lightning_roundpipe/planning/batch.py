@@ -124,7 +124,6 @@ class Timing:
     With staleness 0, the time of a plan is that of one step; with 1, the mean of many steps.
 
     Args:
-        problem: the problem.
         work: limit of the search in estimated seconds.
         ahead: whether recomputation may run before the gradient is there.
         carried: least FLOPs a byte of the products that all calls carry; None: none do.
@@ -250,12 +249,8 @@ def _turns(pace: Pace, forward: int, starts: Sizes, ends: Sizes, since: Floats |
 class MemoryTable:
     """Bytes of every possible stage, to check the memory of a batch of plans at once.
 
-    Args:
-        costs: costs of the calls.
-        workers: number of workers.
-        memory: bytes of the workers.
-        ahead: whether backward stages recompute ahead.
-        most: whether the arena is as large as is of use, instead of as small as possible.
+    ``ahead``: whether backward stages recompute ahead. ``most``: whether the arena is as large as is of use, instead of
+    as small as possible.
     """
 
     def __init__(self, costs: Costs, workers: int, memory: Memory, *, ahead: bool = False, most: bool = False) -> None:
@@ -271,12 +266,9 @@ class MemoryTable:
     def _fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
         forward, workers = shape.forward, self._workers
         starts, ends = _stage_ends(forward, sizes)
-        phases: Sequence[tuple[Phase, slice]] = (
-            ("forward", slice(0, forward)),
-            ("fused", slice(forward, forward + 1)),
-            ("backward", slice(forward + 1, None)),
-        )
-        needs = [self._needs[phase][:, starts[:, part], ends[:, part] - 1] for phase, part in phases]
+        parts = (slice(0, forward), slice(forward, forward + 1), slice(forward + 1, None))
+        tables = zip(self._needs.values(), parts, strict=True)
+        needs = [table[:, starts[:, part], ends[:, part] - 1] for table, part in tables]
         weights, gradients, activations = np.concatenate(needs, axis=2)
         before, behind = self._waiting
         left = np.concatenate([before[ends[:, :forward]], behind[starts[:, forward:]]], axis=1)

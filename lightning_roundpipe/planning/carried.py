@@ -74,19 +74,13 @@ def least_s(plan: Plan, problem: Problem) -> float:
 
 
 def carrying_within(
-    plan: Plan,
-    problem: Problem,
-    judge: Callable[[Plan], float],
-    *,
-    search_seconds: float = 0.0,
-    judged: int = 16,
+    plan: Plan, problem: Problem, judge: Callable[[Plan], float], *, search_seconds: float = 0.0, judged: int = 16,
     cuts: bool = True,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the best plan by ``judge`` that carries products, or ``plan`` if none is faster by `_WORTH`.
 
     Args:
         plan: the best plan that carries nothing.
-        problem: the problem.
         judge: seconds of a step with copies; infinite for a plan that does not fit on the workers or the host.
         search_seconds: as of `search_partition`; 0: stages are cut by the paper's algorithm.
         judged: how many plans near the best one ``judge`` is asked about.
@@ -102,7 +96,7 @@ def carrying_within(
 
     def within(size: int, least: int) -> Problem:
         most = (PRODUCTS + 1) * max(call.product_bytes(least) for call in calls[:-1])
-        return problem.within(min_round=size, max_round=size, memory=_less(problem.limits.memory, most))
+        return replace(problem, min_round=size, max_round=size, memory=_less(problem.memory, most))
 
     def search(size: int, least: int) -> PlanSearch:
         return PlanSearch(Timing(within(size, least), work, ahead=False, carried=least))
@@ -144,7 +138,7 @@ def carrying_within(
 def _rounds(problem: Problem) -> list[int]:
     """Return sizes of rounds to try, ascending: those of larger ones take more host memory."""
     workers, microbatches = problem.workers, problem.microbatches
-    least, most = problem.limits.min_round, min(problem.limits.max_round or microbatches, microbatches)
+    least, most = problem.min_round, min(problem.max_round or microbatches, microbatches)
     counts = (max(1, round(microbatches / (times * workers))) for times in _ROUNDS)
     sizes = {least, least + 1, *(-(-microbatches // count) for count in counts)}
     return sorted(size for size in sizes if least <= size <= most and (size > 1 or workers == 1))

@@ -42,15 +42,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def estimate_costs(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    batch: Mapping[str, Tensor],
-    hardware: Hardware,
-    *,
-    packed: Mapping[nn.Parameter, Packed] | None = None,
-    experts_in_turn: bool = False,
-    fp8: bool = False,
-) -> Costs:
+    model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor], hardware: Hardware, *,
+    packed: Mapping[nn.Parameter, Packed] | None = None, experts_in_turn: bool = False, fp8: bool = False,
+) -> Costs:  # fmt: skip
     """Return the costs of one microbatch.
 
     Args:

@@ -353,8 +353,12 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[dict[str, Any]]:
     round; ``activation_bytes`` is the peak of one microbatch, and the round's others hold ``waiting_bytes`` meanwhile.
     """
 
+    every = math.gcd(len(plan.stages()), workers)
+
     def seconds(stage: Stage) -> float:
-        found = plan.costs_in(stage, _on_its_workers(stage, plan, costs, workers), plan.round_microbatches)
+        each = {id(own): own for own in map(costs.on, range(stage.position % every, workers, every))}
+        own = next(iter(each.values())) if len(each) == 1 else costs  # the mean, if its workers differ
+        found = plan.costs_in(stage, own, plan.round_microbatches)
         return found.stage_time_s(stage.first, stage.last, stage.phase)
 
     of_all = WorkerNeeds(plan, costs, workers)
@@ -370,13 +374,6 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[dict[str, Any]]:
         }
         for stage, need, waiting in zip(of_all.stages, of_all.needs, of_all.waiting, strict=True)
     ]
-
-
-def _on_its_workers(stage: Stage, plan: Plan, costs: Costs, workers: int) -> Costs:
-    """Return the costs on the workers that run the stage if these are alike, else the mean costs."""
-    every = math.gcd(len(plan.stages()), workers)
-    each = {id(found): found for found in map(costs.on, range(stage.position % every, workers, every))}
-    return next(iter(each.values())) if len(each) == 1 else costs
 
 
 def kept_inputs(plan: Plan, costs: Costs) -> list[int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import get_args
 
@@ -36,19 +36,15 @@ _PARTS = tuple(2**power for power in range(1, 9))
 
 
 def greedy_partition(
-    costs: Costs,
-    workers: int,
-    microbatches: int,
-    round_microbatches: int | None = None,
-    stage_bytes: int | None = None,
-    stage_s: float | None = None,
-) -> Plan:
+    costs: Costs, workers: int, microbatches: int, round_microbatches: int | None = None,
+    stage_bytes: int | None = None, stage_s: float | None = None,
+) -> Plan:  # fmt: skip
     """Return the plan that minimises `pipeline_length` times ``t_max``; of equals, the one with fewer stages.
 
     Args:
         costs: what each call costs for one microbatch.
-        workers: N, the devices that take slots.
-        microbatches: M of one step.
+        workers: number of workers (N).
+        microbatches: microbatches of a step (M).
         round_microbatches: microbatches that pass all stages before the next ones start; by default all of them.
         stage_bytes: what one stage may hold on its worker: the weights of its layers, their gradients (unless it is a
             forward stage), and the activations of its worst call, or of all its calls in the fused stage, whose graph
@@ -211,10 +207,10 @@ def smallest_within(problem: Problem) -> Plan:
     workers, and weights travel more often. A round has all microbatches of a step or an equal part of them, within the
     limits. With the smallest round the plan may not fit.
     """
-    microbatches, limits = problem.microbatches, problem.limits
-    lowest = min(limits.min_round, microbatches)
+    microbatches = problem.microbatches
+    lowest = min(problem.min_round, microbatches)
     parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
-    sizes = sorted({size for size in parts if lowest < size <= (limits.max_round or microbatches)}, reverse=True)
+    sizes = sorted({size for size in parts if lowest < size <= (problem.max_round or microbatches)}, reverse=True)
     plans = [Plan.per_call(len(problem.costs), size) for size in (*sizes, lowest)]
     return next((plan for most in (True, False) for plan in plans if problem.fits(plan, most=most)), plans[-1])
 
@@ -227,7 +223,6 @@ def partition_within(problem: Problem, round_microbatches: int | None = None, st
     cut at every call has no room for that.
 
     Args:
-        problem: the problem.
         round_microbatches: microbatches of a round; None: see `smallest_within`.
         stage_s: most seconds of a stage for one microbatch; None: no limit.
 
@@ -235,8 +230,8 @@ def partition_within(problem: Problem, round_microbatches: int | None = None, st
         TooSmall: a cut at every call does not fit.
         ValueError: a call takes longer than ``stage_s``.
     """
-    costs, budget = problem.costs, least(problem.limits.memory)
-    problem = problem.within(memory=budget)
+    costs, budget = problem.costs, least(problem.memory)
+    problem = replace(problem, memory=budget)
     if stage_s is not None:
         check_calls_are_short(costs, stage_s)
     size = round_microbatches or smallest_within(problem).round_microbatches

@@ -109,8 +109,6 @@ class SimulatedRun:
     """Result of a simulation. Times are seconds from the start of the first step.
 
     Attributes:
-        plan: the plan.
-        workers: number of workers (N).
         events: all intervals of work, in the order of slots.
         losses_s: time at which all losses of each step are known, and the next step may begin.
         ends_s: end of each step's last backward.
@@ -145,15 +143,7 @@ def period_of_ends(ends: Sequence[float], steps: int) -> float:
 def run_steps(
     plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None = None, steps: int = 1
 ) -> SimulatedRun:
-    """Simulate steps from idle workers.
-
-    Args:
-        plan: the plan of each step.
-        costs: costs of the calls.
-        workers: number of workers (N).
-        microbatches: microbatches of a step (M).
-        rules: what takes time besides computing; None: nothing does.
-        steps: number of steps.
+    """Simulate ``steps`` of so many ``microbatches`` from idle workers. ``rules`` None: only computing takes time.
 
     Raises:
         ValueError: the plan does not fit the calls of ``costs``, or a number is too small.

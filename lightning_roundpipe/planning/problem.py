@@ -8,7 +8,6 @@ known, memory decides.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import (
@@ -27,41 +26,6 @@ from lightning_roundpipe.planning.schedule import Plan, Span
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a plan.
-
-    Args:
-        min_round: least microbatches of a round.
-        max_fused: most calls in the fused stage besides the last call, which is always fused.
-        memory: bytes of every worker, or of each if workers are unequal; None: no limit.
-        max_round: most microbatches of a round, whose boundary tensors are on the host; None: all of a step.
-        side_by_side: whether rounds of one microbatch may run side by side, with all calls fused, below ``min_round``.
-            Only ``memory`` tells whether a worker can hold that, so without it they may not.
-
-    Raises:
-        ValueError: a number is too small.
-    """
-
-    min_round: int
-    max_fused: int
-    memory: Memory | None = None
-    max_round: int | None = None
-    side_by_side: bool = False
-
-    def __post_init__(self) -> None:
-        smallest = least(self.memory)
-        for name, value, lowest in (
-            ("min_round", self.min_round, 1),
-            ("max_fused", self.max_fused, 0),
-            ("memory", smallest, 1),
-        ):
-            if value is not None and value < lowest:
-                raise ValueError(f"{name}={value!r} must be at least {lowest}.")
-        if self.max_round is not None and self.max_round < self.min_round:
-            raise ValueError(f"max_round={self.max_round!r} must be at least min_round={self.min_round!r}.")
-
-
-@dataclass(frozen=True)
 class Host:
     """Bytes of the host's memory, and the parameters that lie in it."""
 
@@ -77,17 +41,39 @@ class Problem:
         costs: costs of the calls of one microbatch.
         workers: number of workers (N).
         microbatches: microbatches of a step (M).
-        limits: limits of its plans.
+        min_round: least microbatches of a round.
+        max_fused: most calls in the fused stage besides the last call, which is always fused.
+        memory: bytes of every worker, or of each if workers are unequal; None: no limit.
+        max_round: most microbatches of a round, whose boundary tensors are on the host; None: all of a step.
+        side_by_side: whether rounds of one microbatch may run side by side, with all calls fused, below ``min_round``.
+            Only ``memory`` tells whether a worker can hold that, so without it they may not.
         rules: what takes time besides computing. The search itself knows staleness and hops only.
         host: memory of the host; None: it is no limit.
+
+    Raises:
+        ValueError: a number is too small.
     """
 
     costs: Costs
     workers: int
     microbatches: int
-    limits: Limits
+    min_round: int
+    max_fused: int
+    memory: Memory | None = None
+    max_round: int | None = None
+    side_by_side: bool = False
     rules: Rules = field(default_factory=Rules)
     host: Host | None = None
+
+    def __post_init__(self) -> None:
+        least_memory = least(self.memory)
+        for name, value, lowest in (
+            ("min_round", self.min_round, 1), ("max_fused", self.max_fused, 0), ("memory", least_memory, 1),
+        ):  # fmt: skip
+            if value is not None and value < lowest:
+                raise ValueError(f"{name}={value!r} must be at least {lowest}.")
+        if self.max_round is not None and self.max_round < self.min_round:
+            raise ValueError(f"max_round={self.max_round!r} must be at least min_round={self.min_round!r}.")
 
     @classmethod
     def usual(
@@ -102,16 +88,14 @@ class Problem:
         """
         others = len(costs) - 1
         fused = -(-others // 8) if memory is None else others
-        limits = Limits(min(workers, microbatches), fused, memory, side_by_side=memory is not None)
-        return cls(costs, workers, microbatches, limits, rules or Rules(), host)
-
-    def within(self, **limits: Any) -> Problem:
-        """Return the problem with other values of some limits."""
-        return replace(self, limits=replace(self.limits, **limits))
+        return cls(
+            costs, workers, microbatches, min(workers, microbatches), fused, memory,
+            side_by_side=memory is not None, rules=rules or Rules(), host=host,
+        )  # fmt: skip
 
     def fits(self, plan: Plan, *, ahead: bool = False, most: bool = False) -> bool:
         """Return whether ``plan`` fits into the workers' memory; see `memory.fits`."""
-        return fits(plan, self.costs, self.workers, self.limits.memory, ahead=ahead, most=most)
+        return fits(plan, self.costs, self.workers, self.memory, ahead=ahead, most=most)
 
     def host_items(self, plan: Plan) -> list[Item]:
         """Return what the host holds; see `memory.host_items`."""
@@ -150,7 +134,7 @@ class Problem:
     def beside(self) -> list[Plan]:
         """Return the plans within the limits whose rounds run side by side; see `Plan.side_by_side`."""
         plan = Plan.single(len(self.costs), 1)
-        able = self.limits.side_by_side and self.limits.memory is not None
+        able = self.side_by_side and self.memory is not None
         return [plan] if able and plan.side_by_side(self.workers, self.microbatches) and self.fits(plan) else []
 
     def ahead(self, plan: Plan) -> Plan:
@@ -164,7 +148,7 @@ class Problem:
         Without a memory limit, nothing says how long they may be.
         """
         calls = plan.fused.first
-        for size in range(calls, 1, -1) if self.limits.memory is not None else ():
+        for size in range(calls, 1, -1) if self.memory is not None else ():
             backward = tuple(Span(max(0, last - size + 1), last) for last in range(calls - 1, -1, -size))
             found = replace(plan, backward=backward, recompute_ahead=True)
             if self.fits(found):
@@ -177,7 +161,7 @@ class Problem:
         All of these are faster, but only memory says how many a worker can hold, so without a limit there are none.
         What is brought ahead keeps its room, and with ``most`` so does the largest arena.
         """
-        if self.limits.memory is None:
+        if self.memory is None:
             return plan
         alone = min(plan.round_microbatches, self.microbatches) == 1  # a forward stage uses its copies once anyway
         sizes = {s.position: copies_of(s, self.costs) for s in plan.stages() if not alone or s.phase != "forward"}

@@ -57,19 +57,15 @@ _NEAR = 512
 
 
 def search_partition(
-    problem: Problem,
-    search_seconds: float = SEARCH_SECONDS,
-    judge: Callable[[Plan], float] | None = None,
-    judged: int = 16,
-    also: Sequence[Plan] = (),
-) -> Plan:
+    problem: Problem, search_seconds: float = SEARCH_SECONDS, judge: Callable[[Plan], float] | None = None,
+    judged: int = 16, also: Sequence[Plan] = (),
+) -> Plan:  # fmt: skip
     """Return the plan with the shortest step (staleness 0) or period of steps (staleness 1) that was found.
 
     It is never worse than the paper's plan within the same limits (`paper_plan`) by ``judge``: the paper's plan is one
     of those that are judged. So are rounds side by side (`Problem.beside`), whose time the search does not know.
 
     Args:
-        problem: the problem.
         search_seconds: how much work the search may be, in seconds of an ordinary core that also pay for a usual
             ``judge``; 0: nothing is searched, and the paper's plan is taken, or that of rounds side by side.
         judge: what the plan is to be best by; the lower the better, and infinite for what cannot be taken. By default
@@ -90,7 +86,7 @@ def search_partition(
         if not beside:
             raise
         return min(beside, key=judge)
-    memory, searches = problem.limits.memory, dict[bool, PlanSearch]()
+    memory, searches = problem.memory, dict[bool, PlanSearch]()
     plans = [problem.ahead(baseline), *also, *beside]
     if not search_seconds:
         return min(unpacking_plans(plans, problem), key=judge)
@@ -108,7 +104,7 @@ def search_partition(
     if not found or not problem.fits(found[0], most=True):  # only the judge knows what copies cost
         plans += search(ahead=False, roomy=True) + search(roomy=True)
     if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
-        plans += search(problem=problem.within(memory=min(memory)))
+        plans += search(problem=replace(problem, memory=min(memory)))
     if memory is not None and any(call.unpacked_bytes for call in problem.costs):
         plans += search(problem=replace(problem, costs=problem.costs.holding_copies(problem.microbatches, 1)))
     plans = [plan for plan in dict.fromkeys(plans) if problem.fits(plan)]
@@ -154,9 +150,9 @@ def partly_fused(problem: Problem) -> list[Plan]:
     """
     found = []
     for eighths in range(1, 8):
-        most = min(problem.limits.max_fused, len(problem.costs) * eighths // 8)
+        most = min(problem.max_fused, len(problem.costs) * eighths // 8)
         with suppress(ValueError):
-            found.append(paper_plan(problem.within(max_fused=most)))
+            found.append(paper_plan(replace(problem, max_fused=most)))
     return list(dict.fromkeys(found))
 
 
@@ -165,7 +161,7 @@ def unpacking_plans(plans: Iterable[Plan], problem: Problem) -> list[Plan]:
     in the smallest arena, and the paper's plan with stages that are cut for it.
     """
     found, costs = list(plans), problem.costs
-    if problem.limits.memory is None or not any(call.unpacked_bytes for call in costs):
+    if problem.memory is None or not any(call.unpacked_bytes for call in costs):
         return found
     choices = list(found)
     for stages in (BESIDE, 1):
@@ -183,7 +179,7 @@ def baseline_within(problem: Problem) -> Plan:
     Raises:
         ValueError: a cut at every call does not fit into memory.
     """
-    plan, most = partition_within(problem), problem.limits.max_fused
+    plan, most = partition_within(problem), problem.max_fused
     if len(plan.fused) <= most + 1:
         return plan
     first = plan.fused.last - most
@@ -213,7 +209,7 @@ class PlanSearch:
 
     def __init__(self, timing: Timing, *, roomy: bool = False) -> None:
         problem, self._table = timing.problem, None
-        self._timing, self._max_fused, memory = timing, problem.limits.max_fused, problem.limits.memory
+        self._timing, self._max_fused, memory = timing, problem.max_fused, problem.memory
         if memory is not None:
             self._table = MemoryTable(problem.costs, problem.workers, memory, ahead=timing.ahead, most=roomy)
         self._random = np.random.default_rng(0)

@@ -46,10 +46,10 @@ def timed(forward: Sequence[float], backward: Sequence[float]) -> Costs:
 
 def keeps(problem: Problem, plan: Plan) -> bool:
     """Whether the plan is within the limits, counted apart from the search that has to keep to them."""
-    limits, whole = problem.limits, plan == Plan.single(len(problem.costs), 1)
-    is_beside = limits.memory is not None and limits.side_by_side and whole
-    most = limits.max_round or plan.round_microbatches
-    is_cut_so = limits.min_round <= plan.round_microbatches <= most and len(plan.fused) <= limits.max_fused + 1
+    whole = plan == Plan.single(len(problem.costs), 1)
+    is_beside = problem.memory is not None and problem.side_by_side and whole
+    most = problem.max_round or plan.round_microbatches
+    is_cut_so = problem.min_round <= plan.round_microbatches <= most and len(plan.fused) <= problem.max_fused + 1
     return (is_beside or is_cut_so) and problem.fits(plan)
 
 

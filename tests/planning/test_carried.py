@@ -17,7 +17,7 @@ from lightning_roundpipe.planning.memory import carried_bytes, device_bytes, fit
 from lightning_roundpipe.planning.meter import Meter
 from lightning_roundpipe.planning.nominal import GPU
 from lightning_roundpipe.planning.pipeline import Rules, run_steps, step_ends
-from lightning_roundpipe.planning.problem import Limits, Problem
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import baseline_within, search_partition
 
 TEN = Rules(links=Links(10.0, 10.0))
@@ -123,7 +123,7 @@ def _judge(costs: Costs, rate: float, host: float, microbatches: int) -> Callabl
 )
 def test_a_plan_carries_only_where_it_is_faster(rate: float, host: float, carries: bool, search_seconds: float) -> None:
     costs, microbatches = carried(12, 20), 8
-    problem, judge = Problem(costs, 2, microbatches, Limits(2, 2)), _judge(costs, rate, host, microbatches)
+    problem, judge = Problem(costs, 2, microbatches, 2, 2), _judge(costs, rate, host, microbatches)
     best = search_partition(problem, search_seconds, judge)
     found = carrying_within(best, problem, judge, search_seconds=search_seconds)
     assert bool(found.carry) is carries

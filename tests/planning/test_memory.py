@@ -59,7 +59,7 @@ def test_rounds_are_as_large_as_fits() -> None:
     with pytest.raises(ValueError, match="2 waiting microbatches with up to 20"):
         partition_within(Problem.usual(costs, 3, 8, exact - 1))
     with pytest.raises(ValueError, match="3 waiting microbatches"):
-        partition_within(Problem.usual(costs, 3, 8, exact).within(min_round=4))
+        partition_within(replace(Problem.usual(costs, 3, 8, exact), min_round=4))
     with pytest.raises(ValueError, match="7 waiting microbatches"):
         partition_within(Problem.usual(costs, 3, 8, exact), 8)
 

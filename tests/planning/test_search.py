@@ -21,7 +21,7 @@ from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
-from lightning_roundpipe.planning.problem import Limits, Problem
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import baseline_within, descent, search_partition
 from lightning_roundpipe.planning.seeds import deal
 from lightning_roundpipe.planning.updates import UpdateModel
@@ -100,7 +100,7 @@ def test_a_busy_machine_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
     def best() -> Plan:
         return search_partition(
-            Problem(costs, 2, 4, Limits(2, 4, 1200)), search_seconds=2.0,
+            Problem(costs, 2, 4, 2, 4, 1200), search_seconds=2.0,
             judge=lambda plan: pipeline.step_ends(plan, costs, 2, 4, rules)[0],
         )  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_rounds_side_by_side_are_data_parallelism_where_a_worker_holds_the_model
         assert plan.side_by_side(4, 8) == (plan == Plan.single(6, 1)) == fits
         if fits:  # workers begin a call behind each other, and then nothing waits
             assert step_s(plan) == 2 * 18 + 3 * 2
-    for problem in (Problem(costs, 4, 8, Limits(4, 5, 4000)), Problem.usual(costs, 4, 8)):
+    for problem in (Problem(costs, 4, 8, 4, 5, 4000), Problem.usual(costs, 4, 8)):
         assert not search_partition(problem, seconds, step_s).side_by_side(4, 8)
 
 
