@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning_roundpipe.commands.plan_model import Outlook, look
 from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.planning.memory import WorkerNeeds
 
 PAGE = Path(__file__).with_name("large-models.md")
 PLANS = PAGE.with_suffix(".txt")
@@ -97,7 +98,7 @@ def speed_row(row: Row, found: Outlook) -> list[str]:
 
 
 def memory_row(row: Row, found: Outlook) -> list[str]:
-    counts = found.parameters
+    counts, needs = found.shape.parameters, WorkerNeeds(found.plan, found.costs, found.workers).needs
     device, host = sum(i.nbytes for i in found.device_items), sum(i.nbytes for i in found.host_items)
     locked = sum(i.nbytes for i in found.host_items if i.locked)
     return [
@@ -105,7 +106,7 @@ def memory_row(row: Row, found: Outlook) -> list[str]:
         f"{counts.trained + counts.frozen:,}",
         f"{counts.trained:,}",
         f"{device / GIB:.1f}",
-        f"{max(stage.weight_bytes for stage in found.stages) / GIB:.2f}",
+        f"{max(need.weights for need in needs) / GIB:.2f}",
         f"{host / GIB:,.0f}",
         f"{locked / GIB:,.0f}",
     ]

@@ -17,15 +17,16 @@ from lightning_roundpipe.commands.plan_model import (
     Longest,
     Outlook,
     find_longest,
+    host_of,
     look_at,
     memory_of,
     plan_of_longest,
     shape_of,
-    total,
 )
 from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
 from lightning_roundpipe.commands.wish import Wish
-from lightning_roundpipe.planning.memory import device_bytes, device_items, host_items
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes, host_items, total
+from lightning_roundpipe.planning.problem import Problem
 
 PAGE = Path(__file__).with_name("long-sequences.md")
 BEGIN, END = "<!-- figures: docs/make_long_sequences.py -->\n", "<!-- end of figures -->\n"
@@ -131,9 +132,10 @@ def needs(row: Row, tokens: int) -> tuple[Need, Need]:
 
 def _need(shape: ModelShape, wish: Wish, tokens: int) -> Need:
     assert wish.microbatches is not None
-    costs = shape.costs(1, tokens)
-    plan = plan_of_longest(costs, shape, 1, wish.microbatches, memory_of(wish, shape.hardware))
-    items = device_items(plan, costs, 1, device_bytes(plan, costs, 1))
+    costs, memory = shape.costs(1, tokens), memory_of(wish, shape.hardware)
+    problem = Problem.usual(costs, 1, wish.microbatches, memory, host=host_of(shape))
+    plan = plan_of_longest(problem)
+    items = WorkerNeeds(plan, costs, 1).items(device_bytes(plan, costs, 1))
     return Need(total(items), total(host_items(plan, costs, shape.parameters)))
 
 

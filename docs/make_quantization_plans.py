@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Outlook, find_longest, look_at, memory_of, shape_of, total
+from lightning_roundpipe.commands.plan_model import Outlook, find_longest, look_at, memory_of, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape
 from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.planning.memory import total
 
 PAGE = Path(__file__).with_name("quantization.md")
 BEGIN, END = "<!-- figures: docs/make_quantization_plans.py -->\n", "<!-- end of figures -->\n"

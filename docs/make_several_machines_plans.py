@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of, total
+from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape
 from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.planning.memory import total
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.pipeline import Staleness
 

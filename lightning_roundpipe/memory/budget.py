@@ -19,7 +19,7 @@ from lightning_roundpipe.messages import gib
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import BESIDE, Memory, device_bytes, planned_bytes
+from lightning_roundpipe.planning.memory import BESIDE, Memory, WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 _ALIKE = 0.95
@@ -83,9 +83,9 @@ def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Dev
     """Return the planned peak of a worker in bytes, including the memory that libraries keep; the most of all."""
     limit, lead = memory_of_workers(options, devices), devices[0].lead_bytes
     if not isinstance(limit, tuple):
-        return planned_bytes(plan, costs, len(devices), limit, lead) + library_bytes(devices)
+        return WorkerNeeds(plan, costs, len(devices)).planned(limit, lead) + library_bytes(devices)
     return max(
-        planned_bytes(plan, costs, len(devices), most, lead, device.index) + library_bytes([device])
+        WorkerNeeds(plan, costs, len(devices), device.index).planned(most, lead) + library_bytes([device])
         for most, device in zip(limit, devices, strict=True)
     )
 
