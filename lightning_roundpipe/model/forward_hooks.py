@@ -77,6 +77,6 @@ class Observers:
         return result
 
 
-def _mark(tensor: Tensor) -> tuple[int, int, bool]:
-    hooks = tensor._backward_hooks
-    return (-1 if tensor.is_inference() else tensor._version, len(hooks) if hooks else 0, tensor.retains_grad)
+def _mark(tensor: Tensor) -> tuple[int, int, bool, bool]:
+    hooks, version = tensor._backward_hooks, -1 if tensor.is_inference() else tensor._version
+    return (version, len(hooks) if hooks else 0, tensor.retains_grad, tensor.requires_grad)
