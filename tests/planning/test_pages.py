@@ -51,9 +51,9 @@ def test_what_fits(number: int, kind: str, gpus: int) -> None:
 
 def test_figures_in_the_text_are_those_of_their_pages() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("large-models", "estimates", "gpu")}
-    [(plan, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/large-models.*?library measured ([\d,]+)\.", text)
-    assert f"| {plan} | {measured} |" in docs["large-models"]
+    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("estimates", "gpu")}
+    [(plan, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/estimates.*?library measured ([\d,]+)\.", text)
+    assert f"| {plan} | {measured} |" in docs["estimates"]
     assert text.count(plan) == 2, "the comparison has the same figure"
     [(middle, worst)] = re.findall(r"\[([\d.]+) %, its worst ([\d.]+) %\]", text)
     assert f"median error {middle} %, worst {worst} %" in docs["estimates"]
@@ -78,9 +78,9 @@ def test_estimates() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_large_models() -> None:
+def test_the_papers_models() -> None:
     """Every figure under the plans on the page, and the search finds plans that are hardly slower."""
-    pages = script("docs/make_large_models.py")
+    pages = script("docs/make_paper_models.py")
     given = list(zip(pages.ROWS, pages.plans(), strict=True))
     there = [look_at(shape(one.name), replace(one.wish, plan=text)) for one, text in given]
     assert shown(pages) == pages.figures(there)
