@@ -108,19 +108,6 @@ def test_long_sequences() -> None:
     pages = script("docs/make_long_sequences.py")
     for one, gpus in ((pages.ROWS[0], 1), (pages.ROWS[1], 8)):
         assert row(pages.cells(one, pages.find(one, gpus))) in shown(pages)
-    assert row(pages.setting(pages.ROWS[1], 2**17)) in pages.PAGE.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [0, 1])
-def test_quantization(number: int) -> None:
-    """Of the dense models, all hosts of one GPU: what fits a smaller host is a plan of the larger ones."""
-    pages = script("docs/make_quantization_plans.py")
-    one = pages.ROWS[number]
-    pages.GPUS = (1,)
-    for gpus, host, found in pages.machines(one, pages.shapes(one)):
-        assert row(pages.cells(one, gpus, host, found)) in shown(pages)
 
 
 def test_the_pages_have_every_row() -> None:
@@ -133,9 +120,3 @@ def test_the_pages_have_every_row() -> None:
     for one in pages.ROWS:
         assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {one.title} |")] == ["1", "8"]
     assert pages.ROWS[1].command in page
-    pages = script("docs/make_quantization_plans.py")
-    page = shown(pages)
-    for one in pages.ROWS:
-        heads = re.findall(rf"^\| {one.title} \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
-        assert heads == [(str(gpus), str(host)) for gpus in pages.GPUS for host in pages.HOSTS]
-    assert pages.ROWS[0].command in page
