@@ -6,7 +6,7 @@ between two comments. Nothing between them is written by hand: run this file aft
     <!-- options -->            every option of RoundPipeStrategy
     <!-- configuration -->      every group of conf/ and its choices
     <!-- commands -->           every console command with its help
-    <!-- mistakes -->           what the strategy refuses: tests/mistakes, but those about values of options
+    <!-- mistakes -->           what the strategy refuses in modules and the Trainer, from tests/mistakes
     <!-- end of options -->     and so on
 
 Only on the site, ``<!-- api: lightning_roundpipe.callbacks -->`` stands for the documentation of every name in that
@@ -217,6 +217,7 @@ def _commands() -> str:
         if done.returncode:
             raise RuntimeError(f"{name} --help failed:\n{done.stderr}")
         text = re.sub(r"(?ms)^groups and their choices:$.*?(?=^settings:)", "groups: below\n\n", done.stdout)
+        text = re.sub(r"(?s) Examples:\n.*", "", text)  # other pages have them
         parts.append(f"## `{name}`\n\n```text\n{text.strip()}\n```")
     return "\n\n".join(parts)
 
@@ -247,15 +248,15 @@ def _section(file: Path, name: str) -> tuple[str, list[list[str]]]:
     raise LookupError(f"{file} has no {name}")
 
 
-_OF_OPTIONS = ("Microbatches", "Layers and plans", "Memory", "Other options")
-"""Sections of one option's value or of two that contradict each other: their messages say all there is to say."""
+_CLEAR = ("Microbatches", "Layers and plans", "Memory", "Other options", "The batch", "Checkpoints")
+"""Sections of values of options, batches to be cut, and files: their messages say all there is to say."""
 
 
 def _mistakes() -> str:
     parts = []
     for section, rows in mistakes().items():
         # Messages of `roundpipe-train` are of files and settings, and name them.
-        if section not in _OF_OPTIONS and "`roundpipe-train`" not in section:
+        if section not in _CLEAR and "`roundpipe-train`" not in section:
             parts.append("\n".join([f"## {section}\n", *(f"- {what}" for what, *_ in rows)]))
     return "\n\n".join(parts)
 
