@@ -37,8 +37,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_roundpipe.engine import planner as engine_planner
-from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import Reserved, WorkerNeeds
 
 Gradients = dict[str, Tensor | None]
@@ -403,16 +401,14 @@ def _copied(value: Any) -> Any:
 @contextlib.contextmanager
 def arenas_of(share: float) -> Iterator[None]:
     """Workers reserve the smallest arena, and ``share`` of what the largest one has more, as if memory were short."""
-    planner = engine_planner
-    real = planner.reserved_within
+    real = WorkerNeeds.reserved
 
-    def reserved(plan: Plan, costs: Costs, workers: int, *args: Any) -> Reserved:
-        least, most = WorkerNeeds(plan, costs, workers).arena
-        made: Reserved = real(plan, costs, workers, *args)
-        return made._replace(arena=least + int(share * (most - least)))
+    def reserved(needs: WorkerNeeds, *args: Any) -> Reserved:
+        least, most = needs.arena
+        return real(needs, *args)._replace(arena=least + int(share * (most - least)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "reserved_within", reserved)
+        patch.setattr(WorkerNeeds, "reserved", reserved)
         yield
 
 
