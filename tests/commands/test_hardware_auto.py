@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.commands import hardware_probes, this_machine
-from lightning_roundpipe.commands.hardware_probes import probe
+from lightning_roundpipe.commands import this_machine
+from lightning_roundpipe.commands.this_machine import probe
 from lightning_roundpipe.devices import DeviceOutOfMemory
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.planning.nominal import EMULATED, GPU
@@ -27,8 +27,8 @@ from lightning_roundpipe.planning.profile import Hardware, read_hardware
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with little free memory, and short measurements."""
-    monkeypatch.setattr(hardware_probes, "_SECONDS", 1e-3)
-    monkeypatch.setattr(hardware_probes, "free_bytes", lambda: 8 * 2**20)
+    monkeypatch.setattr(this_machine, "_SECONDS", 1e-3)
+    monkeypatch.setattr(this_machine, "free_bytes", lambda: 8 * 2**20)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, 3 * 2**30))
-    monkeypatch.setattr(hardware_probes, "make_devices", make)
+    monkeypatch.setattr(this_machine, "make_devices", make)
     yield names
     assert all(device._switch.closed for device in made)
 
@@ -70,7 +70,7 @@ def test_emulated_devices_share_the_processor(quick: None) -> None:
     machine = found
     assert is_plausible(machine) and machine.emulated
     assert (machine.workers, machine.memory) == (2, None)
-    assert machine.host_memory == hardware_probes.total_bytes() > 2**28
+    assert machine.host_memory == this_machine.total_bytes() > 2**28
     assert machine.matmul_efficiency == machine.memory_efficiency == 1
     assert 0 < (machine.attention_efficiency or 0) <= 1
     assert said[0] == "2 emulated devices, as torch sees no GPU" and "bf16 products" in said

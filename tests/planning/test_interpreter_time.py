@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.host_time import SharedSeconds
+from lightning_roundpipe.planning.links import SharedSeconds
 from lightning_roundpipe.planning.pipeline import run_steps
 
 

@@ -12,8 +12,7 @@ from planning.making import call, even, timed
 from lightning_roundpipe.planning import Costs, Plan, pipeline
 from lightning_roundpipe.planning.batch import PlanShape, plan_of
 from lightning_roundpipe.planning.costs import CallCost
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps

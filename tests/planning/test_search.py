@@ -17,8 +17,7 @@ from planning.making import call, keeps
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, pipeline, search
 from lightning_roundpipe.planning.batch import MemoryTable, PlanShape, plan_of
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.problem import Problem
