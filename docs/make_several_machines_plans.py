@@ -98,9 +98,8 @@ def outlooks(row: Row, shape: ModelShape) -> Iterator[tuple[int, str | None, dic
 def cells(machines: int, network: str | None, found: dict[Staleness, Outlook]) -> list[str]:
     """A row of a table."""
     row = [str(machines), "–" if network is None else network.removesuffix("bit") + "bit/s"]
-    exact = found[0]
-    exchanged = exact.communication
-    row += ["–", "–"] if exchanged is None else [f"{exchanged.nbytes / 1e9:.2f}", f"{exchanged.busy_s:.1f}"]
+    exchanged = found[0].communication
+    row.append("–" if exchanged is None else f"{exchanged.nbytes / 1e9:.2f}")
     for outlook in found.values():
         if outlook.run is None:
             needs = total(outlook.host_items) / GIB
@@ -111,13 +110,10 @@ def cells(machines: int, network: str | None, found: dict[Staleness, Outlook]) -
                 f"{outlook.tokens_per_s:,.0f}",
                 "–" if cost is None else f"{100 * cost.cost_s / cost.period_s:.0f} %",
             ]
-    return [*row, f"{total(exact.host_items) / GIB:,.0f}"]
+    return row
 
 
-HEAD = (
-    "machines", "network", "GB a step", "s on it", "tokens/s", "not hidden", "one step late: tokens/s", "not hidden",
-    "host GiB",
-)  # fmt: skip
+HEAD = ("machines", "network", "GB a step", "tokens/s", "not hidden", "one step late: tokens/s", "not hidden")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

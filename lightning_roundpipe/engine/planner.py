@@ -76,10 +76,6 @@ _ALIKE = 0.05
 class Planner:
     """It is where `planning` meets the engine.
 
-    Args:
-        context: the engine's parts.
-        hints: shows messages to the user.
-
     Attributes:
         windows_left: returns how many windows will be trained on.
     """
@@ -92,10 +88,6 @@ class Planner:
 
     def learn(self, step: Step, drain: Callable[[], None]) -> None:
         """Make a plan after a window without one, or find that microbatches have to follow one another.
-
-        Args:
-            step: the window's step.
-            drain: waits until nothing is in flight.
 
         Raises:
             RoundPipeError: ``training_step`` called no layer.
@@ -137,56 +129,19 @@ class Planner:
 
         ``share``: whether masters and what uploads read share memory, where user code between layers reads neither.
         """
-        traces, recorder = [microbatch.layer_calls.trace for microbatch in step.microbatches], step.spec.recorder
-        learned, options, workers = self._context.learned, self._options, len(self._workers)
+        learned, workers, microbatches = self._context.learned, len(self._workers), len(step.microbatches)
+        trace, speeds = self._trace_of(step)
         layers = self._context.model.layers
-        alike = {layer.name: (type(layer.module), layer.weights.nbytes) for layer in layers}
-        static = options.plan == "static"
-        speeds = [] if static else worker_speeds(recorder, self._devices, alike)
-        seconds = recorder.nominal_seconds if static else recorder.call_seconds(speeds)
-        for microbatch, trace in enumerate(traces):
-            trace.measure(seconds, microbatch)
-        trace = Trace.of(traces)
-        if not trace.calls:
-            names = ", ".join(layer.name for layer in layers)
-            raise RoundPipeError(
-                f"training_step called none of the layers that were found ({names}): name the modules it calls with "
-                "layers=[...]."
-            )
         read = learned.read_by_user_code if self._context.model.formats.low is None else frozenset()
         if send_rounded(layers, self._workers, {layer for layer in layers if share and layer.bucket not in read}):
             self.reserve_for_layers()
-        self._devices[0].settle_libraries(self._devices, len(traces))
-        dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
-        costs = Costs(tuple(c.cost(dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32")) for c in trace.calls))
-        if static:
-            costs = with_times_of_bytes(costs, rates)
-        elif speeds:
-            costs = costs.at_speeds(speeds)
-        limit = memory_of_workers(options, self._devices)
-        if (text := options.plan_text) is not None:
-            plan = Plan.parse(text)
-            self._validate(plan, trace)
-            if without := [call for call in plan.carry if not costs.calls[call].product_bytes(plan.carry_least)]:
-                self._hints.say(
-                    "carry",
-                    f"plan: {plural(len(without), 'call')} of carry have nothing that can be carried, as is so with "
-                    "compiled layers, and are recomputed.",
-                )
-            check_plan_fits(plan, costs, options, self._devices)
+        self._devices[0].settle_libraries(self._devices, microbatches)
+        costs, limit = self._costs_of(trace, speeds), memory_of_workers(self._options, self._devices)
+        if self._options.plan_text is not None:
+            plan = self._given(Plan.parse(self._options.plan_text), trace, costs)
         else:
-            try:
-                with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
-                    plan = self._cut(costs, len(traces), limit)
-                    if options.carry_products and not static:
-                        plan = self._carry(plan, costs, len(traces), limit, recorder)
-                if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
-                    plan = Problem.usual(costs, workers, len(traces), limit).unpacking_once(plan, most=True)
-            except ValueError as error:
-                samples = step.spec.loss_weights.fewest_samples
-                remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
-                raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
-        if len(traces) > 1 and (buffer := _torn(plan, trace)):
+            plan = self._found(costs, limit, step)
+        if microbatches > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
             return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
         for worker in self._workers:
@@ -196,7 +151,33 @@ class Planner:
         self._devices[0].reserve_host(boundary_bytes(plan, costs) + carried_bytes(plan, costs, workers))
         learned.trace, learned.costs, learned.plan = trace, costs, plan
 
-    def _validate(self, plan: Plan, trace: Trace) -> None:
+    def _trace_of(self, step: Step) -> tuple[Trace, list[float]]:
+        """Return the calls of a window with their times, and the workers' speeds if these are not equal."""
+        recorder, layers, static = step.spec.recorder, self._context.model.layers, self._options.plan == "static"
+        alike = {layer.name: (type(layer.module), layer.weights.nbytes) for layer in layers}
+        speeds = [] if static else worker_speeds(recorder, self._devices, alike)
+        seconds = recorder.nominal_seconds if static else recorder.call_seconds(speeds)
+        traces = [microbatch.layer_calls.trace for microbatch in step.microbatches]
+        for microbatch, trace in enumerate(traces):
+            trace.measure(seconds, microbatch)
+        trace = Trace.of(traces)
+        if not trace.calls:
+            names = ", ".join(layer.name for layer in layers)
+            raise RoundPipeError(
+                f"training_step called none of the layers that were found ({names}): name the modules it calls with "
+                "layers=[...]."
+            )
+        return trace, speeds
+
+    def _costs_of(self, trace: Trace, speeds: Sequence[float]) -> Costs:
+        dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
+        costs = Costs(tuple(c.cost(dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32")) for c in trace.calls))
+        if self._options.plan == "static":
+            return with_times_of_bytes(costs, rates)
+        return costs.at_speeds(speeds) if speeds else costs
+
+    def _given(self, plan: Plan, trace: Trace, costs: Costs) -> Plan:
+        """Check the plan of the options."""
         try:
             plan.validate(trace.names)
         except ValueError as error:
@@ -204,6 +185,32 @@ class Planner:
                 finer = f" A plan made with more memory does not know that layers are cut here: {cuts}."
                 raise ValueError(f"{error}{finer}") from None
             raise
+        if without := [call for call in plan.carry if not costs.calls[call].product_bytes(plan.carry_least)]:
+            self._hints.say(
+                "carry",
+                f"plan: {plural(len(without), 'call')} of carry have nothing that can be carried, as is so with "
+                "compiled layers, and are recomputed.",
+            )
+        check_plan_fits(plan, costs, self._options, self._devices)
+        return plan
+
+    def _found(self, costs: Costs, limit: Memory | None, step: Step) -> Plan:
+        """Search a plan."""
+        options, microbatches = self._options, len(step.microbatches)
+        try:
+            with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
+                plan = self._cut(costs, microbatches, limit)
+                if options.carry_products and options.plan != "static":
+                    plan = self._carry(plan, costs, microbatches, limit, step.spec.recorder)
+            if plan.unpack_once:
+                return plan
+            # Beside the largest arena, stages unpack once wherever there is room.
+            problem = Problem.usual(costs, len(self._workers), microbatches, limit)
+            return problem.unpacking_once(plan, most=True)
+        except ValueError as error:
+            samples = step.spec.loss_weights.fewest_samples
+            remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
+            raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
 
     def _cut(self, costs: Costs, microbatches: int, limit: Memory | None) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
@@ -339,13 +346,8 @@ class Planner:
 def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing: Collection[HostLayer]) -> bool:
     """From here on, upload weights in low precision that autocast casts at every use.
 
-    Args:
-        layers: all layers.
-        workers: all workers.
-        sharing: layers whose masters and what uploads read share memory.
-
-    Returns:
-        Whether the size of a layer has changed. Then the workers have dropped their copies of layers.
+    ``sharing``: layers whose masters and what uploads read share memory. Returns whether the size of a layer has
+    changed. Then the workers have dropped their copies of layers.
     """
     rounding = {layer: formats for layer in layers if (formats := layer.seen.uses.only_cast())}
     for layer in layers:
@@ -400,12 +402,8 @@ def worker_speeds(recorder: Recorder, devices: Sequence[Device], alike: Mapping[
     """Return how many times faster than the slowest each worker is; empty if they are equally fast.
 
     In the first batch each call goes to the next worker, so a call may never have run on some of them. Layers that are
-    alike are compared then. Workers of one kind count as equally fast, whatever noise there is between them.
-
-    Args:
-        recorder: the events of the first batch.
-        devices: of the workers.
-        alike: by the name of a layer, something that is equal for layers that take equally long.
+    alike are compared then: for these, ``alike`` has equal values, by name. Workers of one kind count as equally fast,
+    whatever noise there is between them.
     """
     kinds = [device.kind for device in devices]
     if len(set(kinds)) == 1:
