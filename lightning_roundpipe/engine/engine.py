@@ -452,6 +452,15 @@ class Engine:
             self.updates.optimizer.release_masters()
         self.model.join()
 
+    def publish_seen(self) -> None:
+        """Let the next step compute with what user code has seen or written within this window. Then submit the update.
+
+        With staleness 1, the next step computes with the weights from before that update. The window's uploads are
+        over: `settle` has waited for them.
+        """
+        if self._looked_at and self.updates is not None and self.updates.staleness:
+            self._sync_weights(newest=False)
+
     def _sync_weights(self, *, newest: bool) -> None:
         """Bring what user code did to weights since the last window into the buffers that uploads read.
 

@@ -34,23 +34,20 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import (
     BESIDE,
     Memory,
     Reserved,
-    ahead_within,
+    WorkerNeeds,
     boundary_bytes,
     carried_bytes,
-    fits,
-    reserved_within,
     size_text,
-    unpacked_within,
 )
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
-from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
+from lightning_roundpipe.planning.pipeline import Rules, step_ends
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
@@ -151,7 +148,7 @@ class Planner:
         for worker in self._workers:
             own = worker.device.index if isinstance(limit, tuple) else None
             budget = limit[worker.device.index] if isinstance(limit, tuple) else limit
-            worker.reserve(reserved_within(plan, costs, workers, budget, worker.device.lead_bytes, own))
+            worker.reserve(WorkerNeeds(plan, costs, workers, own).reserved(budget, worker.device.lead_bytes))
         self._devices[0].reserve_host(boundary_bytes(plan, costs) + carried_bytes(plan, costs, workers))
         learned.trace, learned.costs, learned.plan = trace, costs, plan
 
@@ -209,7 +206,8 @@ class Planner:
             if plan.unpack_once:
                 return plan
             # Beside the largest arena, stages unpack once wherever there is room.
-            return unpacked_within(plan, costs, len(self._workers), microbatches, limit, most=True)
+            problem = Problem.usual(costs, len(self._workers), microbatches, limit)
+            return problem.unpacking_once(plan, most=True)
         except ValueError as error:
             samples = step.spec.loss_weights.fewest_samples
             remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
@@ -217,25 +215,22 @@ class Planner:
 
     def _cut(self, costs: Costs, microbatches: int, limit: Memory | None) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
-        options, workers, size = self._options, len(self._workers), self._options.round_microbatches
-        stage_s, rules = options.stage_seconds, replace(self._rules(costs), memory=limit)
+        workers, size, stage_s = len(self._workers), self._options.round_microbatches, self._options.stage_seconds
+        problem = Problem.usual(costs, workers, microbatches, limit, replace(self._rules(costs), memory=limit))
 
         def step_s(plan: Plan) -> float:
             """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
-            ends = step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS)
-            return period_of_ends(ends, _STEPS)
+            return problem.period_s(plan, _STEPS)
 
-        plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
-        plan = ahead_within(plan, costs, workers, limit)
+        plan = problem.ahead(partition_within(problem, size, stage_s))
         [seconds] = step_ends(plan, costs, workers, microbatches)
-        limits = Limits.usual(costs, workers, microbatches, limit)
         if size is None and stage_s is None:
-            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits), key=step_s)
+            plan = min(unpacking_plans([plan], problem), key=step_s)
             if not plan.forward:
-                plan = min([plan, *partly_fused(costs, workers, microbatches, limits)], key=step_s)
+                plan = min([plan, *partly_fused(problem)], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:
             return plan
-        if beside := limits.beside(costs, workers, microbatches):
+        if beside := problem.beside():
             plan = min([plan, *beside], key=step_s)
         search_s = min(SEARCH_SECONDS, max(_SHORTEST_SEARCH_S, _SEARCH_STEPS * seconds))
         # The paper's algorithm knows no unequal workers.
@@ -246,10 +241,7 @@ class Planner:
             if search_s < _LEAST_SEARCH_S:
                 return plan
         turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)
-        found = search_partition(
-            costs, workers, microbatches, limits, 1 if options.staleness else 0, rules.host, search_s, judge=step_s,
-            judged=max(1, min(16, _MOST_TURNS // turns)),
-        )  # fmt: skip
+        found = search_partition(problem, search_s, step_s, max(1, min(16, _MOST_TURNS // turns)))
         return found if step_s(found) < step_s(plan) else plan
 
     def _carry(self, plan: Plan, costs: Costs, microbatches: int, limit: Memory | None, recorder: Recorder) -> Plan:
@@ -263,18 +255,16 @@ class Planner:
         if self._devices[0].torch_device.type != "cpu":
             up, down = (recorder.bytes_per_s(kinds) for kinds in (UPLOADS, DOWNLOADS))
             rules = replace(rules, links=Links(min(links.upload, up), min(links.download, down)))
-        room = self._room_on_host()
+        problem, room = Problem.usual(costs, workers, microbatches, limit, rules), self._room_on_host()
 
         def step_s(plan: Plan) -> float:
-            if not fits(plan, costs, workers, limit) or carried_bytes(plan, costs, workers) > room:
+            if not problem.fits(plan) or carried_bytes(plan, costs, workers) > room:
                 return math.inf
-            return period_of_ends(step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS), _STEPS)
+            return problem.period_s(plan, _STEPS)
 
         long = step_s(plan) >= WORTH_S
         return carrying_within(
-            plan, costs, workers, microbatches, Limits.usual(costs, workers, microbatches, limit), step_s,
-            staleness=1 if options.staleness else 0, host=rules.host,
-            search_seconds=_SHORTEST_SEARCH_S if long and workers > 1 else 0.0,
+            plan, problem, step_s, search_seconds=_SHORTEST_SEARCH_S if long and workers > 1 else 0.0,
             cuts=options.round_microbatches is None and options.stage_seconds is None,
         )  # fmt: skip
 
