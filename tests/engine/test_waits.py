@@ -50,7 +50,7 @@ WAITS = [
     ("engine.worker:Worker.gradients_of", "self._wait_for_gradients(slot)"),
     ("engine.worker:Worker.bring_in", "self._baton.wait(upload.enqueued.then)"),
     ("engine.worker:Worker.bring_in", "self.follow(upload.end)"),
-    ("engine.executor:Executor._arrived", "self.worker.follow(event)"),
+    ("engine.worker:Worker.arrived", "self.follow(event)"),
 ]
 
 
