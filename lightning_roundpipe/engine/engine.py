@@ -187,7 +187,8 @@ class Engine:
         step = Step(
             context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan
         )
-        context.gradients.pool.keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
+        keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
+        context.gradients.pool.begin_window(keeps=keeps)
         switched_off = self._set_up()
         runs: list[Microbatch] = []
         try:
@@ -239,7 +240,7 @@ class Engine:
         self._prepare(zero_grad=False)
         context = self.context
         step, switched_off = ManualStep(context, seed, self.updates), self._set_up()
-        context.gradients.pool.keeps = True
+        context.gradients.pool.begin_window(keeps=True)
         devices = CallerRandomState(context.pool.devices)
         try:
             with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
@@ -478,6 +479,8 @@ class Engine:
         if self.updates is not None:
             self.updates.settle(within_window=self.within_window())
             self.updates.optimizer.release_masters()
+        if self.model.formats.hidden:  # a layer's masters exist twice while they join: instead of gradients in flight
+            self.context.gradients.pool.give_up_free()
         self.model.join()
 
     def _sync_weights(self, *, newest: bool) -> None:

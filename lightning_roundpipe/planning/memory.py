@@ -542,7 +542,8 @@ def _gradient_items(
     stays = narrow and one_round and parameters.machines == 1
     when = " of the first window" if first_window else " in flight" if by_layer else ""
     held = min(own, in_flight) if by_layer else sum(sizes) if stays else own
-    used = min(max((call.gradient_bytes for call in trains), default=0), 2 * PIECE_BYTES) if stays else 0
+    largest_sum = max((call.gradient_bytes for call in trains), default=0)
+    used = (min(largest_sum, 2 * PIECE_BYTES) if parameters.by_layer else largest_sum) if stays else 0
     return [
         Item(f"gradients{when}, {'as they travel' if stays else 'fp32'}", held, locked=stays or not narrow),
         Item("gradients that an update uses, fp32", used),

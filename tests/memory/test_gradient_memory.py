@@ -65,7 +65,7 @@ class LooksAtGradients(pl.Callback):
 
 
 class Asked(pl.Callback):
-    """Memory of gradients that is asked for during training, by batch, and how many blocks of it live at its end."""
+    """Memory of gradients that is asked for during training, by batch, and how many blocks of it live at a batch's end."""
 
     roundpipe_passive_hooks = True
 
@@ -91,7 +91,7 @@ class Asked(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch = batch_idx
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         self.living.append(sum(storage() is not None for storage in self._storages))
 
 
@@ -207,7 +207,7 @@ def waiting(pool: GradientPool) -> threading.Thread:
 
 
 def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
-    pool = GradientPool(layer.device, limit=BYTES)
+    pool = GradientPool(layer.device, limit=BYTES, largest=BYTES)
     held = pool.take(BYTES)
     assert not pool.is_full(BYTES), "no step uses gradients layer by layer"
     pool.draining = step = _Step()
@@ -222,7 +222,7 @@ def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
 
 def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     """It may be the last complete one, and the optimizer lacks what waits."""
-    pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
+    pool, readiness = GradientPool(layer.device, limit=1, largest=BYTES), GradReadiness([layer.bucket])
     pool.take(BYTES)
     pool.draining = readiness
     readiness.set_read(())
