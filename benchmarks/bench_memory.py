@@ -31,7 +31,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import OPTIMIZER_STATES, REDUCE_DTYPES
 from lightning_roundpipe.heap import give_back
 from lightning_roundpipe.memory.grad_buffers import GradientPool
-from lightning_roundpipe.planning.memory import Item, Parameters, host_items
+from lightning_roundpipe.planning.memory import Item, Parameters, host_items, process_bytes
 
 MIB = 2**20
 VOCABULARY = 8_000
@@ -103,7 +103,9 @@ class Growth(pl.Callback):
         trained = sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in trainer.lightning_module.parameters()) - trained
         state = context.options.optimizer_state
-        known = Parameters(trained, frozen, 2, optimizer_state=state, shares=True, by_layer=True)
+        known = Parameters(
+            trained, frozen, 2, optimizer_state=state, shares=True, by_layer=True, process=process_bytes(0)
+        )
         window, workers = trainer.accumulate_grad_batches, len(context.pool.workers)
         self.planned = host_items(context.learned.plan, context.learned.costs, known, workers, window)
         flats = [flat for layer in model.layers for flat in layer.weights.flats]
@@ -160,20 +162,20 @@ def measure(options: argparse.Namespace) -> None:
     growth = Growth(trimmed())
     module, strategy = fit(options.hidden, options.layers, options.steps, options, growth)
     counts = [sum(p.numel() for p in module.parameters() if p.requires_grad is trained) for trained in (True, False)]
-    growth.parts["gradients"] = growth.gradients
+    growth.parts |= {"gradients": growth.gradients, "the": growth.before}
+    most = growth.before + growth.most
     rows, planned = [], sum(item.nbytes for item in growth.planned)
     first = any("first window" in item.name for item in growth.planned)
     for item in growth.planned:
         kind = item.name.split(" ")[0]
         found = 0 if first and kind == "gradients" else growth.parts.pop(kind, 0)
         rows.append((item.name, f"{item.nbytes / MIB:,.0f}", f"{found / MIB:,.0f}" if found else ""))
-    rows.append(("together, and the peak", f"{planned / MIB:,.0f}", f"{growth.most / MIB:,.0f}"))
-    rows.append(("ratio", "", f"{growth.most / planned:.3f}"))
-    rows.append(("the process before", "", f"{growth.before / MIB:,.0f}"))
+    rows.append(("together, and the peak", f"{planned / MIB:,.0f}", f"{most / MIB:,.0f}"))
+    rows.append(("ratio", "", f"{most / planned:.3f}"))
     title = f"{counts[0] / 1e6:,.1f} M trained and {counts[1] / 1e6:,.1f} M frozen weights, {options.precision}"
     show(f"Host memory, MiB: {title}", ("", "planned", "measured"), rows)
     print(strategy.report()["plan"])
-    print(f"bytes a trained weight at the peak: {growth.most / counts[0]:.2f}")
+    print(f"bytes a trained weight at the peak, without the process: {growth.most / counts[0]:.2f}")
     print("after each batch (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
 
 

@@ -28,8 +28,7 @@ from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.emulated import make_emulated
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 WIDTH, BLOCKS = 8, 4
 CALLS = BLOCKS + 2

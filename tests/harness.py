@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe.engine import planner as engine_planner
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.memory import Reserved, arena_bytes
+from lightning_roundpipe.planning.memory import Reserved, WorkerNeeds
 
 Gradients = dict[str, Tensor | None]
 
@@ -407,7 +407,7 @@ def arenas_of(share: float) -> Iterator[None]:
     real = planner.reserved_within
 
     def reserved(plan: Plan, costs: Costs, workers: int, *args: Any) -> Reserved:
-        least, most = arena_bytes(plan, costs, workers)
+        least, most = WorkerNeeds(plan, costs, workers).arena
         made: Reserved = real(plan, costs, workers, *args)
         return made._replace(arena=least + int(share * (most - least)))
 

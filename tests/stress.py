@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.ledger import Ledger
 from lightning_roundpipe.engine import report as engine_report
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ahead_bytes, arena_bytes, device_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 CALLS = 6
@@ -344,9 +344,9 @@ def _enough(case: Case, easy: Run) -> int:
         return easy.peak
     largest = [max(map(len, parts_of(size, case.microbatches))) for size in case.sizes]
     plan, made = Plan.parse(case.plan), Costs.from_dict(costs)
-    least, most = arena_bytes(plan, made, case.devices)
+    least, most = WorkerNeeds(plan, made, case.devices).arena
     need = device_bytes(plan, made, case.devices) + int(case.arena * (most - least))
-    need += ahead_bytes(plan, made, case.devices)
+    need += WorkerNeeds(plan, made, case.devices).ahead
     return math.ceil(need * max(largest) / largest[0])
 
 

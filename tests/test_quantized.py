@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.engine.uploads import WeightUploads
+from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.attributes import bits
@@ -236,9 +236,9 @@ def uploads(module: pl.LightningModule, monkeypatch: pytest.MonkeyPatch) -> tupl
     """Bytes of each layer's uploads, and the ids of the states that workers have computed with."""
     sent: dict[str, int] = {}
     states: set[int] = set()
-    real, product = WeightUploads._upload, bnb.matmul_4bit
+    real, product = SlotMemory._upload, bnb.matmul_4bit
 
-    def upload(self: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
+    def upload(self: SlotMemory, slot: Any, layer: HostLayer, *args: Any) -> None:
         sent[layer.name] = layer.weights.nbytes
         real(self, slot, layer, *args)
 
@@ -246,7 +246,7 @@ def uploads(module: pl.LightningModule, monkeypatch: pytest.MonkeyPatch) -> tupl
         states.add(id(quant_state))
         return product(x, packed, quant_state, **kwargs)
 
-    monkeypatch.setattr(WeightUploads, "_upload", upload)
+    monkeypatch.setattr(SlotMemory, "_upload", upload)
     monkeypatch.setattr(bnb, "matmul_4bit", matmul)
     trained(module, plan=PLAN)
     return sent, states

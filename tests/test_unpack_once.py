@@ -11,10 +11,9 @@ from harness import Result, assert_identical
 from test_quantized import PLAN, batches, task, trained, with_experts
 from torch import Tensor
 
-from lightning_roundpipe.engine import planner as engine_planner
 from lightning_roundpipe.model import quantize_experts, unpacked
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 ONCE = f"{PLAN}; unpack once 0-4"
@@ -100,9 +99,8 @@ def test_mixed_precision() -> None:
 def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatch, unpackings: Counter[str]) -> None:
     module = task()
     per_use = fit(module, PLAN)
-    planner = engine_planner
-    real = planner.reserved_within
-    monkeypatch.setattr(planner, "reserved_within", lambda *given: real(*given)._replace(copies=BLOCK))
+    real = WorkerNeeds.reserved
+    monkeypatch.setattr(WorkerNeeds, "reserved", lambda *given: real(*given)._replace(copies=BLOCK))
     assert_identical(per_use, fit(module, ONCE))
     # Of a stage with two blocks, only the first has room.
     assert unpackings["dense"] > 2 * 6 * 7

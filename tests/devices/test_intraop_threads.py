@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
 from collections.abc import Iterator
@@ -103,8 +102,7 @@ def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkey
     monkeypatch.setattr(
         intraop_threads, "cores", lambda: TEAM * intraop_threads.CONCURRENT_DEVICES
     )  # or there would be none
-    one: core_semaphore.Semaphore = queue.SimpleQueue()
-    one.put(None)
+    one = core_semaphore.Semaphore(1)
     monkeypatch.setattr(core_semaphore, "semaphore", lambda permits: one)
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Span
 
 NBYTES = 1000
 
