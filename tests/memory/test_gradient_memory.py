@@ -23,6 +23,7 @@ from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer, host_layers, make_buckets
+from lightning_roundpipe.memory.split_buffer import SplitBuffer
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
@@ -65,7 +66,7 @@ class LooksAtGradients(pl.Callback):
 
 
 class Asked(pl.Callback):
-    """Memory of gradients that is asked for during training, by batch, and how many blocks of it live at its end."""
+    """Memory of gradients that training asks for, by batch, and how many blocks of it live at the end of each batch."""
 
     roundpipe_passive_hooks = True
 
@@ -91,8 +92,13 @@ class Asked(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch = batch_idx
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.living.append(sum(storage() is not None for storage in self._storages))
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.living.append(self.alive)
+
+    @property
+    def alive(self) -> int:
+        """The blocks that live now."""
+        return sum(storage() is not None for storage in self._storages)
 
 
 def batches(count: int = 5) -> list[Tensor]:
@@ -207,7 +213,7 @@ def waiting(pool: GradientPool) -> threading.Thread:
 
 
 def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
-    pool = GradientPool(layer.device, limit=BYTES)
+    pool = GradientPool(layer.device, limit=BYTES, largest=BYTES)
     held = pool.take(BYTES)
     assert not pool.is_full(BYTES), "no step uses gradients layer by layer"
     pool.draining = step = _Step()
@@ -218,6 +224,31 @@ def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
     pool.take(BYTES)
     step.has_ready = False
     pool.wait(pool.is_full, BYTES, CancelScope())  # the optimizer lacks gradients, which may be those that wait
+
+
+def test_what_only_the_first_window_adds_has_no_memory_behind_it(layer: Any) -> None:
+    pool = GradientPool(layer.device, limit=BYTES, largest=BYTES)
+    blocks = [pool.take_landing(BYTES), pool.take_landing(BYTES)]
+    memory = [weakref.ref(block.flat.untyped_storage()) for block in blocks]
+    pool.give(blocks.pop(0), None)
+    pool.begin_window(keeps=True)
+    assert [one() is not None for one in memory] == [False, True]
+
+
+def test_gradients_in_flight_have_no_memory_while_masters_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a layer's weights exist twice."""
+    asked, living = Asked(monkeypatch), list[int]()
+    real = SplitBuffer.join
+
+    def join(buffer: SplitBuffer) -> None:
+        if buffer.is_split:
+            living.append(asked.alive)
+        real(buffer)
+
+    monkeypatch.setattr(SplitBuffer, "join", join)
+    fit(asked, Module(), precision="bf16-true")
+    assert asked.living[-1] >= 1
+    assert set(living) == {0}
 
 
 def test_room_that_is_found_is_taken(layer: Any) -> None:
@@ -232,7 +263,7 @@ def test_room_that_is_found_is_taken(layer: Any) -> None:
 
 def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
     """It may be the last complete one, and the optimizer lacks what waits."""
-    pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
+    pool, readiness = GradientPool(layer.device, limit=1, largest=BYTES), GradReadiness([layer.bucket])
     pool.take(BYTES)
     pool.draining = readiness
     readiness.forward_ended(())

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.packed_moments import BLOCK, Bf16Moment, Int8Moment, dynamic_map, form_of, pack, unpacked
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 
 class Net(LightningModule):
@@ -82,6 +84,28 @@ def test_a_resumed_run_is_equal_to_the_bit(form: str, tmp_path: Path) -> None:
     resumed, trainer = fit(form, epochs=2, resume=tmp_path / "last.ckpt")
     assert torch.equal(values(whole), values(resumed))
     assert {form_of(state) for state in states(trainer)} == {form}
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+def test_a_first_step_needs_no_fp32_copies_and_leaves_what_torchs_own_leaves(form: str) -> None:
+    torch.manual_seed(0)
+    numbers, gradient = torch.randn(70, 1001), torch.randn(70, 1001)
+    plain = nn.Parameter(numbers.clone())
+    plain.grad = gradient.clone()
+    torchs = torch.optim.AdamW([plain], amsgrad=True, fused=True)
+    torchs.step()
+    pack(torchs.state[plain], form)
+    master = nn.Parameter(numbers.clone())
+    ours = torch.optim.AdamW([master], amsgrad=True)
+    partial, values = PartialOptimizer(ours, [master], form=form), Hyperparameters.of(ours)
+    with partial.prepared(values):
+        assert not ours.state, "a master without a gradient gets no state"
+        assert partial.steps_parts(values, {id(master)})
+        partial.step(values, {id(master): gradient})
+    assert torch.equal(master, plain)
+    mine, theirs = ours.state[master], torchs.state[plain]
+    assert mine.keys() == theirs.keys()
+    assert all(mine[key].dtype is theirs[key].dtype and torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
 class Mapped(Callback):
