@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from harness import seeded
 from torch import Tensor, nn
 from zoo.batches import vector_batch
 from zoo.modules import ZooModule
@@ -37,8 +38,7 @@ def model(name: str) -> ZooModule:
     """The module ``name``; "unet", whose skip connections are held between layers, is the zoo's."""
     if name not in BUILDS:
         return make_module(name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
+    with seeded(7):
         return PlainClassifier(BUILDS[name]())
 
 

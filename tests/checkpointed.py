@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import zoo
+from harness import Learner, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +25,7 @@ class Drops(Block):
         return F.dropout(super().forward(x), self.dropout)
 
 
-class Net(pl.LightningModule):
+class Net(Learner, optimizer=torch.optim.AdamW, lr=0.01):
     """A stem, three blocks and a head, with code of its own between them."""
 
     def __init__(self, reentrant: bool | None, dropout: float = 0.0) -> None:
@@ -59,9 +59,6 @@ class Net(pl.LightningModule):
         loss = self.step(batch["x"], batch["y"])
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class HeadAndLoss(Net):
@@ -109,8 +106,7 @@ PLACES = [HeadAndLoss, TwoBlocks, OneBlockTwice, Everything, Nested]
 
 
 def build(place: type[Net], kind: str = "", **options: Any) -> Net:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         return place(KINDS.get(kind), **options)
 
 

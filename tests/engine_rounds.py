@@ -20,6 +20,7 @@ from typing import Any
 
 import harness
 import torch
+from harness import seeded
 from patience import PATIENCE_S
 from torch import Tensor, nn
 
@@ -97,8 +98,7 @@ class Network(nn.Module):
 
     def __init__(self, fuse: Fuse) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
+        with seeded(3):
             self.embed, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 3)
             self.blocks = nn.ModuleList(Block(fuse, writes=i == 2) for i in range(BLOCKS))
             self.blocks[1].requires_grad_(False)

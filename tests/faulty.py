@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Result, assert_same, loader, ours, run, trainer_of
+from harness import Result, assert_same, loader, ours, run, seeded, trainer_of
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device, emulated
@@ -196,8 +196,7 @@ class PlantAt(pl.Callback):
             PLANTED.plant(*self.planted)
 
 
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(4)
+with seeded(4):
     MODULE = FaultyModule()
     BATCHES = [
         {"x": torch.randn(SAMPLES, 8), "y": torch.randint(5, (SAMPLES,)), "samples": torch.arange(SAMPLES)}

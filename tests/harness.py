@@ -157,30 +157,31 @@ class WatchGradients(pl.Callback):
         self.result.grads.append(gradients(pl_module))
 
 
-class SaveAt(pl.Callback):
+def callback(*, passive: Any = False, **hooks: Callable[..., Any]) -> pl.Callback:
+    """A callback with these ``hooks``; ``passive`` is its ``roundpipe_passive_hooks``."""
+    methods = {name: staticmethod(function) for name, function in hooks.items()}
+    made: pl.Callback = type("Own", (pl.Callback,), {"roundpipe_passive_hooks": passive, **methods})()
+    return made
+
+
+def save_at(step: int, path: Path) -> pl.Callback:
     """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
 
-    roundpipe_passive_hooks = True  # saving waits for updates by itself
+    def save(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == step and not path.exists():
+            trainer.save_checkpoint(path)
 
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
+    return callback(passive=True, on_train_batch_end=save)  # saving waits for updates by itself
 
 
-class SaveAfter(pl.Callback):
+def save_after(batches: int, path: Path) -> pl.Callback:
     """Writes a checkpoint after ``batches`` batches of training."""
 
-    roundpipe_passive_hooks = True
+    def save(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == batches:
+            trainer.save_checkpoint(path)
 
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches, self.path = batches, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
+    return callback(passive=True, on_train_batch_end=save)
 
 
 @contextlib.contextmanager
@@ -217,6 +218,47 @@ def ours(**options: Any) -> Any:
     from lightning_roundpipe import RoundPipeStrategy
 
     return RoundPipeStrategy(**options)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What is drawn within is drawn from ``seed``, and nothing else changes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+class Learner(pl.LightningModule):
+    """Makes ``loss`` small, which a test writes, and logs it.
+
+    ``class Net(Learner, lr=0.01)`` says with which optimizer; it is given what requires grad.
+    """
+
+    optimizer: Any = functools.partial(torch.optim.SGD, lr=0.1)
+
+    def __init_subclass__(cls, optimizer: Any = torch.optim.SGD, **options: Any) -> None:
+        if options:
+            cls.optimizer = functools.partial(optimizer, **options)
+
+    def loss(self, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+def both(module: pl.LightningModule, batches: Any, *, devices: int = 2, strategy: Any = None, **options: Any) -> Any:
+    """Train plainly, and on ``devices`` workers with ``strategy``'s options: both results."""
+    plain = run("auto", module, batches, **options)
+    return plain, run(ours(**(strategy or {})), module, batches, devices=devices, **options)
 
 
 def loader(batches: Sequence[Any]) -> DataLoader[Any]:

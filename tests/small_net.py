@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 import zoo
+from harness import seeded
 from torch import Tensor, nn
 
 WIDTH = zoo.WIDTH
@@ -68,8 +69,7 @@ def all_of(self: Net, h: Tensor) -> Tensor:
 
 def made(kind: Callable[[], Any]) -> Any:
     """What ``kind`` makes; the same call gives the same weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+    with seeded(3):
         return kind()
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import turns
-from harness import Result, arenas_of, ours, run
+from harness import Learner, Result, arenas_of, ours, run, seeded
 from ordering import Ordering
 from patience import PATIENCE_S
 from torch import Tensor, nn
@@ -124,11 +124,10 @@ class UserCode:
             self._inside.release()
 
 
-class StressModule(pl.LightningModule):
+class StressModule(Learner, optimizer=torch.optim.AdamW, lr=0.05):
     def __init__(self, drops: bool = True) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
+        with seeded(3):
             self.net = Network(drops)
         user_code = UserCode()
         self._instrument = lambda: user_code
@@ -148,9 +147,6 @@ class StressModule(pl.LightningModule):
             loss = F.cross_entropy(out, batch["y"])
             self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cases

@@ -6,12 +6,10 @@ test_stress, whose plans draw it too, shows that numbers stay what they are.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run, seeded
 from test_overlap import BATCHES, Gate, Gated, Layer
 from torch import Tensor, nn
 
@@ -100,13 +98,12 @@ def test_the_plan_says_so_where_there_is_room() -> None:
     assert ahead_within(Plan.single(4), costs, 2, None) == Plan.single(4)
 
 
-class Between(pl.LightningModule):
+class Between(Learner, optimizer=torch.optim.AdamW, lr=0.02):
     """What user code does to the second layer's output differs from batch to batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(6, 6)) for _ in range(5))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -125,12 +122,7 @@ class Between(pl.LightningModule):
         if batch_idx != 6:
             x = self.blocks[2](x)
         x = self.blocks[4](self.blocks[3](x) + (x if batch_idx == 7 else 0))
-        loss = x.square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return x.square().mean()
 
 
 @pytest.mark.parametrize("devices", [1, 3])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import arenas_of, assert_identical, assert_same, ours, run
+from harness import Learner, arenas_of, assert_identical, assert_same, ours, run
 from test_overlap import BATCHES, Gate, Gated
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ def test_a_smaller_arena_saves_what_it_is_smaller_by() -> None:
     assert counted == sorted(counted, reverse=True) and len(set(counted)) == len(counted)
 
 
-class Blocks(pl.LightningModule):
+class Blocks(Learner):
     """Equal layers, one of whose biases is frozen at first."""
 
     def __init__(self, layers: int) -> None:
@@ -52,9 +51,6 @@ class Blocks(pl.LightningModule):
         for layer in self.layers:
             batch = layer(batch).tanh()
         return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -70,7 +66,6 @@ def test_the_first_batch_fits_where_the_plan_does(by_hand: bool) -> None:
 
     with arenas_of(0.0):
         free = train(None, plan)
-    assert free.report is not None
     needed = free.report["planned_device_bytes"]
     tight = train(int(needed / 0.9) + 4096, plan if by_hand else None)
     assert tight.report is not None and max(tight.report["peak_device_bytes"]) <= needed + 4096

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Result, assert_same, halves, ours, run
+from harness import Result, assert_same, halves, ours, run, seeded
 from small_net import WIDTH, Net, all_of, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -163,8 +163,7 @@ def test_modules_of_torchscript() -> None:
     """They run between the layers."""
 
     def configure_model(self: Net) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(4)
+        with seeded(4):
             self.extra = nn.ModuleList([torch.jit.script(Small())])
 
     def between(self: Net, h: Tensor) -> Tensor:
@@ -189,8 +188,7 @@ def test_reformer() -> None:
     dropout = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
     # Without a seed for the hashes, torch.seed() draws it, and plain training gives other numbers each time.
     kinds = {"attn_layers": ["local", "lsh"], "hash_seed": 0, "is_decoder": True, "vocab_size": 96}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         module = zoo.modules.CausalLM(ReformerModelWithLMHead(ReformerConfig(**sizes, **lengths, **dropout, **kinds)))
         tokens = [torch.randint(0, 96, (4, 16)) for _ in range(3)]
     given = [{"input_ids": ids, "labels": ids} for ids in tokens]

@@ -143,20 +143,14 @@ class ReadsGradients(pl.Callback):
         self.norms.append(torch.stack([p.grad.norm() for p in pl_module.parameters() if p.grad is not None]))
 
 
-def tune(kind: str, *given: pl.Callback, folder: Path, strategy: Any = None, **options: Any) -> SimpleNamespace:
+def tune(kind: str, *given: pl.Callback, folder: Path) -> SimpleNamespace:
     """Train with the module's own data, which `harness.run` does not."""
-    strategy = strategy or (ours(num_microbatches=2) if kind == "ours" else "auto")
-    trainer = harness.trainer_of(
-        strategy,
-        devices=2 if kind == "ours" else 1,
-        callbacks=list(given),
-        default_root_dir=folder,
-        **({"max_steps": 4, "limit_val_batches": 1} | options),
-    )
-    module = Tuned()
+    strategy, devices = (ours(num_microbatches=2), 2) if kind == "ours" else ("auto", 1)
+    options = {"default_root_dir": folder, "max_steps": 4, "limit_val_batches": 1}
+    trainer, module = harness.trainer_of(strategy, devices=devices, callbacks=list(given), **options), Tuned()
     trainer.fit(module)
     assert not list(folder.glob("*.ckpt")), "what the tuner saved is still there"
-    return SimpleNamespace(module=module, trainer=trainer, given=given, state=dict(module.state_dict()))
+    return SimpleNamespace(module=module, given=given, state=dict(module.state_dict()))
 
 
 def test_batch_size_finder(tmp_path: Path) -> None:
@@ -234,11 +228,11 @@ class ShrinksEachBatch(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
+    @torch.no_grad()
     def shrink(self, trainer: Any, pl_module: pl.LightningModule, *args: Any) -> None:
         self.seen.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
-        with torch.no_grad():
-            for parameter in pl_module.parameters():
-                parameter.mul_(0.9)
+        for parameter in pl_module.parameters():
+            parameter.mul_(0.9)
 
     on_train_batch_end = on_train_epoch_end = on_validation_start = shrink
 

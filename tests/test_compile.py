@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_identical, assert_same, halves, ours, per_call, run, single
+from harness import Learner, assert_identical, assert_same, halves, ours, per_call, run, seeded, single
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,11 +37,10 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
-class Module(pl.LightningModule):
+class Module(Learner, optimizer=torch.optim.AdamW, lr=0.01):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.blocks = nn.ModuleList(Block(dropout) for _ in range(5))
 
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
@@ -52,9 +51,6 @@ class Module(pl.LightningModule):
 
     def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Counting(pl.Callback):

@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from harness import Learner
 from harness import loader as list_loader
 from plain_oracle import PLAIN, Record, assert_equal, on_devices, train
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-class Net(pl.LightningModule):
+class Net(Learner, lr=0.1, momentum=0.9):
     """The mean over the samples of ``x``; ``read`` takes it out of a batch."""
 
     calls: list[Any]
@@ -66,9 +66,6 @@ class Net(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.calls.append(("order", self.order.compute()))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Watching(Net):
@@ -250,7 +247,7 @@ def test_microbatches_from_collate(devices: int, kind: str, window: int) -> None
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
-class Tokens(pl.LightningModule):
+class Tokens(Learner, optimizer=torch.optim.AdamW, lr=0.01):
     """A language model's loss: a mean over the labels that are not -100."""
 
     def __init__(self, several: int = 1) -> None:
@@ -258,14 +255,9 @@ class Tokens(pl.LightningModule):
         self.net = nn.Sequential(nn.Embedding(VOCABULARY, 6), Block(), Block(), nn.Linear(6, VOCABULARY)).double()
         self.several = several
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         logits = self.net(batch["ids"]).flatten(0, 1)
-        loss = sum(F.cross_entropy(logits * (i + 1), batch["labels"].flatten()) for i in range(self.several))
-        self.log("loss", loss)
-        return loss  # type: ignore[return-value]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return sum(F.cross_entropy(logits * (i + 1), batch["labels"].flatten()) for i in range(self.several))
 
 
 def tokens(sizes: list[int]) -> Callable[[], Any]:

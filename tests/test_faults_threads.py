@@ -13,9 +13,8 @@ import faulty
 import harness
 import lightning.pytorch as pl
 import pytest
-import torch
 from faulty import BATCHES, MODULE
-from harness import ours
+from harness import Learner, ours
 from patience import PATIENCE_S, longer_each_try, until
 from torch import Tensor, nn
 
@@ -124,7 +123,7 @@ class StuckLayer(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-class StuckModule(pl.LightningModule):
+class StuckModule(Learner):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 8), StuckLayer(), nn.Linear(8, 5))
@@ -136,9 +135,6 @@ class StuckModule(pl.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.net(batch["x"])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class StickAt(pl.Callback):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch._inductor.config
-from harness import ours, quiet, trainer_of
+from harness import Learner, ours, quiet, trainer_of
 from torch import Tensor
-from torch.optim import SGD
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -30,7 +27,7 @@ def compiled_here() -> Iterator[None]:
         yield
 
 
-class Task(pl.LightningModule):
+class Task(Learner):
     def __init__(self, implementation: str = "flex_attention") -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -42,9 +39,6 @@ class Task(pl.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("loss", self.model(**batch, use_cache=False).loss)
-
-    def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=0.1)
 
 
 def batch(kind: str) -> dict[str, Tensor]:

@@ -10,10 +10,9 @@ import mmap
 import weakref
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import halves, ours, run, single
+from harness import Learner, halves, ours, run, seeded, single
 from stress import all_reports
 from torch import Tensor, nn
 
@@ -37,20 +36,16 @@ class Layer(nn.Linear):
         return torch.tanh(super().forward(x))
 
 
-class Wide(pl.LightningModule):
+class Wide(Learner, lr=0.01):
     def __init__(self, width: int) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.layers = nn.ModuleList(Layer(width, width) for _ in range(LAYERS))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def train(kind: str, steps: int, **options: Any) -> None:

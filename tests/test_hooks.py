@@ -167,6 +167,3 @@ def test_overridden(kind: type[zoo.PlainClassifier], options: Any) -> None:
         not torch.equal(without().state[name], value) for name, value in plain.state.items()
     )  # it does something
     assert_same(plain, result)
-
-
-# -------------------------------------------------------------------------------------------------- several model calls

@@ -169,6 +169,3 @@ TRANSFORMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_transforms_of_parameters_between_layers(kind: str) -> None:
     check({"middle": TRANSFORMS[kind]})
-
-
-# ------------------------------------------------------------------------------------- keys that layers share

@@ -41,7 +41,6 @@ def test_blocks_that_do_not_fit_are_cut(
     options = {"num_microbatches": 3, "loss_weight": "targets", "memory_budget": budget, "round_microbatches": 1}
     result = run(ours(**options), module, zoo.make_batches(name, samples=3), devices=devices)
     assert_same(expected(name, lora, 3, samples=3), result)
-    assert result.report is not None
     # Which experts are asked for changes with the weights, and with it what is saved.
     assert max(result.report["peak_device_bytes"]) <= budget * (1.05 if name == "qwen3_moe" else 1)
     called = [call["layer"] for call in result.report["costs"]["calls"]]
@@ -57,7 +56,6 @@ def test_parts_that_do_not_fit_are_cut_on() -> None:
     options = {"num_microbatches": 3, "loss_weight": "targets", "memory_budget": budget, "round_microbatches": 1}
     result = run(ours(**options), module, zoo.make_batches("llama", samples=3), devices=2)
     assert_same(expected("llama", False, 3, samples=3), result)
-    assert result.report is not None
     called = [call["layer"] for call in result.report["costs"]["calls"]]
     inner = [c.split(".layers.1.")[1] for c in called if ".layers.1." in c]
     assert inner == [*PARTS[:3], "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]

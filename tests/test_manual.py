@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_identical, assert_same, ours
+from harness import assert_identical, assert_same, callback, ours
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -131,7 +131,6 @@ def test_two_optimizers(devices: int) -> None:
     plain, result = plain_and_ours(Gan(), devices=devices, delays=devices == 2)
     assert {"generator_step", "generator_epoch", "discriminator"} <= set(plain.metrics)
     assert_same(plain, result)
-    assert result.report is not None
     assert {slot["phase"] for slot in result.report["slots"]} == {"forward", "backward"}
     assert len({slot["worker"] for slot in result.report["slots"]}) == devices
 
@@ -188,17 +187,8 @@ def _written_ahead(write: Callable[[nn.Parameter], None]) -> Any:
     return step
 
 
-def _in_place(weight: nn.Parameter) -> None:
-    with torch.no_grad():
-        weight.mul_(0.8)
-
-
 def _unseen(weight: nn.Parameter) -> None:
     weight.data.mul_(0.8)
-
-
-def _elsewhere(weight: nn.Parameter) -> None:
-    weight.data = weight.detach() * 0.8
 
 
 def _accumulated(self: Any, optimizer: Any, batch: Tensor) -> Any:
@@ -245,21 +235,20 @@ def _halves(parameters: Any) -> Any:
     return [torch.optim.SGD(every, lr=0.05), torch.optim.SGD(every[:-2], lr=0.03)]
 
 
-def _lbfgs(parameters: Any) -> Any:
-    return [torch.optim.LBFGS(list(parameters), lr=0.1, max_iter=2)]
-
-
 WAYS: dict[str, tuple[Any, Any]] = {
     "one loss after another": (_one_after_another, _parts),
     "a shared trunk": (_shared_trunk, None),
     "by hand": (_by_hand, None),
     "accumulated": (_accumulated, None),
     "with closures": (_with_closures, _halves),
-    "lbfgs": (lambda self, optimizer, batch: _with_closures(self, [optimizer], batch), lambda p: _lbfgs(p)[0]),
+    "lbfgs": (
+        lambda self, optimizer, batch: _with_closures(self, [optimizer], batch),
+        lambda parameters: torch.optim.LBFGS(list(parameters), lr=0.1, max_iter=2),
+    ),
     "hooks on tensors": (_hooked, None),
-    "written to": (_written_ahead(_in_place), None),
+    "written to": (_written_ahead(torch.no_grad()(lambda weight: weight.mul_(0.8))), None),
     "written to unseen": (_written_ahead(_unseen), None),
-    "put elsewhere": (_written_ahead(_elsewhere), None),
+    "put elsewhere": (_written_ahead(lambda weight: setattr(weight, "data", weight.detach() * 0.8)), None),
 }
 
 
@@ -271,22 +260,14 @@ def test_as_in_plain_training(way: str) -> None:
     assert_same(plain, result)
 
 
-class Seeding(pl.Callback):
-    """Each batch draws from its own seed, as a resumed run is not where the other one was."""
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        torch.manual_seed(trainer.fit_loop.epoch_loop.total_batch_idx)
-
-
 def test_resuming_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """Two optimizers with their schedules and state."""
+    """Two optimizers with their schedules and state. Each batch draws from its own seed, wherever a run begins."""
+    seeds = [callback(on_train_batch_start=lambda trainer, *_: torch.manual_seed(trainer.fit_loop.total_batch_idx))]
     module = Gan()
-    whole = run(ours(), module, samples(2), devices=2, max_epochs=2, callbacks=[Seeding()])
-    half = run(ours(), module, samples(2), devices=2, max_epochs=1, callbacks=[Seeding()])
-    assert half.trainer is not None
+    whole, half = (run(ours(), module, samples(2), devices=2, max_epochs=n, callbacks=seeds) for n in (2, 1))
     half.trainer.save_checkpoint(tmp_path / "half.ckpt")
     fit = {"ckpt_path": tmp_path / "half.ckpt"}
-    resumed = run(ours(), Gan(), samples(2), devices=2, max_epochs=2, callbacks=[Seeding()], fit=fit)
+    resumed = run(ours(), Gan(), samples(2), devices=2, max_epochs=2, callbacks=seeds, fit=fit)
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
 
 
@@ -330,15 +311,12 @@ def test_nothing_is_left_of_a_step() -> None:
     def count() -> int:
         return sum(isinstance(thing, (ManualMicrobatch, LayerCall)) for thing in gc.get_objects())
 
-    class Counting(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            left.append(count() - before)
-
+    counting = callback(on_train_batch_end=lambda *_: left.append(count() - before))
     gc.collect()
     before = count()  # the frames of a test that failed hold some
     gc.disable()
     try:
-        run(ours(), Manual(_shared_trunk), samples(2), callbacks=[Counting()])
+        run(ours(), Manual(_shared_trunk), samples(2), callbacks=[counting])
     finally:
         gc.enable()
     assert left == [0, 0]

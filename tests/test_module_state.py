@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import loader
+from harness import Learner, loader
 from plain_oracle import assert_equal, assert_plain, kept, on_devices
 from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
         return x + torch.tanh(y - self.offset)
 
 
-class Net(pl.LightningModule):
+class Net(Learner, lr=0.1, momentum=0.9):
     """Each subclass keeps state in ``step``, which gets the batch."""
 
     calls: list[Any]
@@ -56,9 +56,6 @@ class Net(pl.LightningModule):
 
     def step(self, x: Tensor, index: int) -> Tensor:
         return self(x).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class RunningMeanInBuffer(Net):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from harness import Result, assert_same, ours, run
+from harness import Result, assert_same, ours, run, seeded
 from harness import trainer_of as trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -68,8 +68,7 @@ CASES: dict[str, tuple[type[zoo.PlainClassifier], type[Block]]] = {
 
 
 def train(strategy: Any, kind: type[zoo.PlainClassifier], block: type[Block], devices: int = 1) -> Result:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = kind(Net(block))
     batches = zoo.make_batches("mlp", count=6, samples=8)
     return run(strategy, module, batches, devices=devices, watch=False)
@@ -129,8 +128,7 @@ def refilled(
 
 @pytest.mark.parametrize("as_tensors", [True, False])
 def test_batches_in_the_same_memory(as_tensors: bool) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = UsesBatchBetween(Net(Block))
     plain = refilled("auto", module, 1, as_tensors=as_tensors)
     options: dict[str, Any] = {"num_microbatches": 4} if as_tensors else {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run, seeded
 from torch import Tensor, nn
 
 Batch = dict[str, Any]
@@ -31,21 +30,17 @@ class Model(nn.Module):
         return out
 
 
-class Module(pl.LightningModule):
+class Module(Learner, optimizer=torch.optim.AdamW, lr=0.02):
     def __init__(self, step: Callable[[Any, Batch, int], Tensor], drop: float = 0.0) -> None:
         super().__init__()
         self.step = step
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.model = Model(drop)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.step(self, batch, batch_idx)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
 def data(count: int = 9) -> list[Batch]:
@@ -101,7 +96,6 @@ def test_other_calls_give_what_plain_training_gives(name: str) -> None:
 
 def test_the_next_batches_are_learned_until_a_plan_has_the_calls() -> None:
     result = run(ours(num_microbatches=4), Module(with_a_second_loss), data(), devices=2)
-    assert result.report is not None
     assert not result.report["profiled"]
     assert all(slot["round"] >= 0 for slot in result.report["slots"]), "the plan has them"
 
@@ -110,5 +104,4 @@ def test_a_given_plan_is_kept() -> None:
     module, plan = Module(STEPS["a head for each batch"]), "forward 0-1; fused 2-4; backward 0-1; round 2"
     result = run(ours(num_microbatches=4, plan=plan), module, data(4), devices=2)
     assert_same(run("auto", module, data(4)), result)
-    assert result.report is not None
     assert result.report["plan"].startswith("forward 0-1; fused 2-4")

@@ -6,9 +6,8 @@ import time
 
 import harness
 import pytest
-import torch
 import zoo
-from harness import assert_same, by_hand, ours, run
+from harness import assert_same, by_hand, ours, run, seeded
 from torch import Tensor, nn
 
 from lightning_roundpipe.engine import planner
@@ -40,8 +39,7 @@ class SlowBlock(zoo.ResidualBlock):
 def test_statistics_of_a_layer_that_is_used_twice(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls in different stages would come in another order: then there is no plan, or the plan given is refused."""
     monkeypatch.setattr(planner, "partition_within", lambda costs, *_, **__: Plan.per_call(len(costs.calls), 3))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
+    with seeded(7):
         module = zoo.PlainClassifier(NormedTwice())
     batches = zoo.make_batches("batch_norm")
     expected = by_hand(module, batches, 3)

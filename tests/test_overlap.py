@@ -16,10 +16,9 @@ import harness
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours, run
+from harness import Learner, callback, ours, run, seeded
 from patience import PATIENCE_S, until
 from torch import Tensor, nn
-from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.engine.user_sections import UserSections
@@ -88,13 +87,12 @@ def which(batch: Tensor, batch_idx: int) -> Tensor:
     return torch.tensor([batch_idx, int(batch[0, 0] == BATCHES[batch_idx % 5][2, 0])])
 
 
-class Gated(pl.LightningModule):
+class Gated(Learner):
     """Four layers, the first of which is held up in backward."""
 
     def __init__(self, gate: Gate, opens: Callable[[Gated, int], None] = lambda module, batch: None) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with seeded(0):
             self.layers = nn.ModuleList([Layer(gate), Layer(), Layer(), Layer()])
         self.gate, self.opens = gate, opens
 
@@ -104,19 +102,6 @@ class Gated(pl.LightningModule):
         for layer in self.layers:
             h = layer(h, which(batch, batch_idx))
         return h.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=0.1)
-
-
-class AtTheEnd(pl.Callback):
-    roundpipe_passive_hooks = True
-
-    def __init__(self, act: Callable[[int], None]) -> None:
-        self._act = act
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._act(batch_idx)
 
 
 def fit(
@@ -136,7 +121,7 @@ def test_training_step_returns_before_its_backward_is_over() -> None:
             gate.opened.set()
 
     plain = run("auto", Gated(Gate(-1)), BATCHES, watch=False)
-    result = fit(Gated(gate), AtTheEnd(end))
+    result = fit(Gated(gate), callback(passive=True, on_train_batch_end=lambda t, m, o, b, batch_idx: end(batch_idx)))
     assert gate.reached.is_set() and not gate.in_vain
     harness.assert_tensors_same(plain.state, result.state)
 
@@ -260,46 +245,21 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
 
 def test_a_step_that_fails_lets_the_one_before_end() -> None:
     """Its update is a whole one."""
+    trained: list[Gated] = []
 
     def opens(module: Gated, batch: int) -> None:
         if batch == 3:
+            trained.append(module)
             threading.Timer(0.2, module.gate.opened.set).start()
             raise ZeroDivisionError("planted")
 
-    states = []
     for train in (lambda module: run("auto", module, BATCHES, watch=False), fit):
-        module = Gated(Gate(2, 1) if train is fit else Gate(-1), opens)
-        holder: list[Any] = []
         with pytest.raises(ZeroDivisionError):
-            train(_Keeping(module, holder))
-        states.append({name: p.detach().clone() for name, p in holder[-1].named_parameters()})
-    harness.assert_tensors_same(*states)
-
-
-class _Keeping(pl.LightningModule):
-    """A module that says where its trained copy is."""
-
-    def __init__(self, inner: Gated, holder: list[Any]) -> None:
-        super().__init__()
-        self.inner, self.holder = inner, holder
-
-    def __deepcopy__(self, memo: Any) -> _Keeping:
-        return self
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.holder[:] = [self.inner]
-        return self.inner.training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return self.inner.configure_optimizers()
+            train(Gated(Gate(2, 1) if train is fit else Gate(-1), opens))
+    harness.assert_tensors_same(*(dict(module.state_dict()) for module in trained))
 
 
 # ------------------------------------------------------------------------------------------------------ ordering rules
-
-
-class Dropping(Layer):
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(x, which), 0.2)
 
 
 class Looking(pl.Callback):
@@ -355,8 +315,7 @@ def test_who_shares_the_process_takes_turns(precision: Any, always_away: bool, m
 
     def train(strategy: Any) -> tuple[Looking, dict[str, Tensor]]:
         module, looking = Gated(Gate(-1)), Looking()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
+        with seeded(3):
             module.layers[0], module.layers[1], module.layers[2] = Noting(), Dropping(), Noting()
             torch.manual_seed(5)
             random.seed(5)

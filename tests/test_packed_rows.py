@@ -6,10 +6,9 @@ import copy
 from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours, run
+from harness import Learner, ours, run
 from torch import Tensor, nn
 from torch.optim import SGD
 from transformers import (
@@ -147,7 +146,7 @@ def test_training_equals_plain_training(name: str, devices: int) -> None:
     assert float(run("auto", task, given).losses[0]) != pytest.approx(float(plain.losses[0]), rel=1e-4)
 
 
-class OwnStep(pl.LightningModule):
+class OwnStep(Learner):
     """Calls the model as a user does who has packed the rows."""
 
     def __init__(self, **settings: Any) -> None:
@@ -160,9 +159,6 @@ class OwnStep(pl.LightningModule):
         return self.model(
             input_ids=batch["tokens"], position_ids=batch["positions"], labels=batch["tokens"], **self.settings
         ).loss
-
-    def configure_optimizers(self) -> SGD:
-        return SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

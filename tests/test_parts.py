@@ -6,11 +6,10 @@ import time
 from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Result, assert_identical, ours, run
+from harness import Learner, Result, assert_identical, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.memory import grad_buffers
@@ -44,7 +43,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-class Tied(pl.LightningModule):
+class Tied(Learner, optimizer=torch.optim.AdamW, lr=0.05, eps=0.001, weight_decay=0.1):
     """An embedding that is the output layer as well, as many language models have it."""
 
     def __init__(self, in_user_code: bool = False) -> None:
@@ -60,9 +59,6 @@ class Tied(pl.LightningModule):
         logits = self.head(torch.tanh(self.middle(self.embed(batch))))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.roll(-1, 1).flatten())
         return loss + 0.01 * self.embed.weight.float().square().sum() if self.in_user_code else loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3, weight_decay=0.1)
 
 
 def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
@@ -114,6 +110,3 @@ def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: An
 
     tied(Other())
     assert not stepped
-
-
-# ------------------------------------------------------------------------------------------------------- part by part

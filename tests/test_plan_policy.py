@@ -46,7 +46,6 @@ def busy() -> Iterator[None]:
 
 
 def planned(result: Result) -> tuple[str, Any]:
-    assert result.report is not None
     assert not result.report["profiled"]
     return result.report["plan"], result.report["costs"]
 

@@ -13,7 +13,7 @@ import harness
 import pytest
 import torch
 import zoo
-from harness import Result, SaveAfter, SaveAt, assert_identical, assert_same, assert_tensors_same, ours, run
+from harness import Result, assert_identical, assert_same, assert_tensors_same, ours, run, save_after, save_at
 from lightning.pytorch.plugins.precision import MixedPrecision
 from test_precision_true import by_hand
 from torch.amp import GradScaler
@@ -112,7 +112,7 @@ def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int,
     path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 12
     options: dict[str, Any] = {"precision": precision, "strategy": {"staleness": staleness}}
     options["accumulate_grad_batches"] = 2
-    whole = train(batches, callbacks=[SaveAfter(done, path)], **options)
+    whole = train(batches, callbacks=[save_after(done, path)], **options)
     assert "RoundPipePrecision" not in torch.load(path, weights_only=True)
     resumed = train(batches, fit={"ckpt_path": path}, scaler=scaler(32.0), **options)
     whole.losses = whole.losses[len(whole.losses) - len(resumed.losses) :]
@@ -124,7 +124,7 @@ def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int,
 def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
     path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 6
     runs = {"lightning": plain, "ours": train}
-    whole = runs.pop(first)(batches, callbacks=[SaveAt(3, path)])
+    whole = runs.pop(first)(batches, callbacks=[save_at(3, path)])
     [other] = runs.values()
     resumed = other(batches, fit={"ckpt_path": path})
     whole.losses = whole.losses[3:]

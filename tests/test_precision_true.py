@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Result, SaveAt, assert_identical, assert_same, ours, run
+from harness import Learner, Result, assert_identical, assert_same, ours, run, save_at
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -110,7 +110,7 @@ class Block(nn.Module):
         return x * (torch.arange(1, 9) / 7).cumsum(0) if self.by_default else x  # of integers, hence the default's
 
 
-class Parts(pl.LightningModule):
+class Parts(Learner, optimizer=torch.optim.AdamW, lr=0.001, eps=0.001):
     """User code reads parameters, trained and frozen ones, and buffers."""
 
     def __init__(self, by_default: bool = False, width: int = 8) -> None:
@@ -147,9 +147,6 @@ class Parts(pl.LightningModule):
 
     def targets(self, batch: dict[str, Tensor]) -> int:
         return len(batch["x"])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, eps=1e-3)
 
 
 def parts_batches(count: int, width: int = 8) -> list[dict[str, Tensor]]:
@@ -224,7 +221,7 @@ def test_resuming_goes_on_bit_for_bit(born_low: bool, staleness: int, tmp_path: 
 
     batches, path = parts_batches(1) * 6, tmp_path / "at.ckpt"
     options = {"strategy_options": {"staleness": staleness}}
-    whole = train(fresh(), batches, callbacks=[SaveAt(3, path)], **options)
+    whole = train(fresh(), batches, callbacks=[save_at(3, path)], **options)
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert saved["scale"].dtype is torch.float32 and saved["offset"].dtype is BF16
     assert not torch.equal(saved["scale"], saved["scale"].to(BF16).float())
@@ -245,7 +242,6 @@ def test_what_begins_to_be_trained_gets_a_master(tmp_path: Path) -> None:
     module = Parts()
     module.blocks[1].to(BF16).requires_grad_(False)
     result = train(module, parts_batches(5), callbacks=[Thaw()])
-    assert result.module is not None and result.trainer is not None
     weight = result.module.get_parameter("blocks.1.linear.weight")
     assert weight.dtype is torch.float32 and not torch.equal(weight, weight.to(BF16).float())
     assert result.trainer.optimizers[0].state[weight]["exp_avg"].dtype is torch.float32

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from harness import Result, arenas_of, assert_identical, assert_same, loader, ours, run, trainer_of
+from harness import Learner, Result, arenas_of, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -60,21 +60,13 @@ def quantised(name: str, source: Path | None = None, *, compute: torch.dtype = t
     return AutoModelForCausalLM.from_pretrained(source or folder(), dtype=torch.float32, device_map="cpu", **config)
 
 
-class Task(pl.LightningModule):
+class Task(Learner, optimizer=torch.optim.AdamW, lr=1e-2):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
-        self.log("val", self.model(**batch).loss)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).loss
 
 
 def task(name: str = "nf4", source: Path | None = None, *, compute: torch.dtype = torch.float32, **lora: Any) -> Task:
@@ -178,7 +170,7 @@ class Block(nn.Module):
         return x + self.trained(torch.relu(self.frozen(x)))
 
 
-class Own(pl.LightningModule):
+class Own(Learner):
     """A module without transformers.
 
     Args:
@@ -196,16 +188,13 @@ class Own(pl.LightningModule):
         if quantised:
             self.to("cpu")
 
-    def training_step(self, batch: Tensor, _: int) -> Tensor:
+    def loss(self, batch: Tensor) -> Tensor:
         x = self.into(batch)
         for block in self.blocks:
             x = block(x)
         if self.code is not None:
             x = bnb.matmul_4bit(x, self.code.weight, quant_state=self.code.weight.quant_state)
         return self.out(x).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 def rows() -> list[Tensor]:
@@ -271,7 +260,6 @@ def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
     module = task()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     result = trained(module)
-    assert result.module is not None
     assert result.state.keys() == before.keys()
     assert not any(isinstance(value, nn.Parameter) for value in result.state.values())
     base = result.module.model.unload()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import ours, run
+from harness import Learner, ours, run, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,19 +31,15 @@ class Dropping(nn.Module):
         return x
 
 
-class DroppingModule(pl.LightningModule):
+class DroppingModule(Learner, lr=0.0):
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.model = Dropping()
 
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
         noise = F.dropout(torch.ones(16), 0.5)  # user code draws, too
         return (self.model(batch["x"]) * noise).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 class LearningModule(DroppingModule):
@@ -99,8 +95,7 @@ class Checkpointed(nn.Sequential):
 class CheckpointedModule(DroppingModule):
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.model.layers = nn.ModuleList(Checkpointed(*layer) for layer in self.model.layers)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from harness import loader
+from harness import Learner, loader
 from plain_oracle import assert_plain, on_devices
 from torch import Tensor, nn
 
@@ -47,7 +46,7 @@ def adapted() -> Any:
     return peft.get_peft_model(llama(), config)
 
 
-class Recipe(pl.LightningModule):
+class Recipe(Learner, optimizer=torch.optim.AdamW, lr=0.01, eps=0.001):
     """A model that is trained, and perhaps another one that is not."""
 
     calls: list[Any]
@@ -57,9 +56,6 @@ class Recipe(pl.LightningModule):
         self.net, self.other = net.double().train(), other
         if other is not None:
             self.other = other.double().eval().requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
 
     def logits(self, model: Any, ids: Tensor) -> Tensor:
         found: Tensor = model(input_ids=ids, attention_mask=(ids != 0).long()).logits

@@ -6,10 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 import traps
 import zoo
-from harness import ours, run
+from harness import ours, run, seeded
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
@@ -48,8 +47,7 @@ class OtherNumber(Alternates):
 def test_outputs_of_another_kind_are_refused(block: type[Alternates], microbatches: int, devices: int) -> None:
     global CALLS
     CALLS = itertools.count()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         net = traps.Net(block)
     net.blocks = net.blocks[:1]
     module = zoo.PlainClassifier(net)

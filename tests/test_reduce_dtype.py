@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import stress
 import torch
 import torch.nn.functional as F
-from harness import SaveAfter, ours, run
+from harness import Learner, ours, run, save_after
 from ordering import Ordering
 from stress import CALLS, Case
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ MICROBATCHES = 4
 BF16 = torch.bfloat16
 
 
-class Small(pl.LightningModule):
+class Small(Learner, optimizer=torch.optim.AdamW, lr=0.01, eps=0.001):
     """Four layers, in fp64: else the last bits of a sum decide now and then to where it is rounded."""
 
     def __init__(self, trained: int = 4) -> None:
@@ -34,9 +33,6 @@ class Small(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.mse_loss(self.layers(batch), batch.roll(1, -1))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
 
 
 def _data(batches: int = 4) -> list[Tensor]:
@@ -78,12 +74,10 @@ def _ours(
 
 
 def _weights(result: harness.Result) -> list[Tensor]:
-    assert result.module is not None
     return [p.detach() for p in result.module.parameters()]
 
 
 def _downloaded(result: harness.Result) -> int:
-    assert result.report is not None
     return sum(event["nbytes"] for event in result.report["events"] if event["kind"] == "download_gradients")
 
 
@@ -116,7 +110,7 @@ def test_a_resumed_run_has_the_same_bits_in_rounds_of_one(tmp_path: Path) -> Non
 
     def trained(fit: Any = None) -> list[Tensor]:
         strategy = ours(num_microbatches=MICROBATCHES, round_microbatches=1, reduce_dtype="bfloat16")
-        save = SaveAfter(2, tmp_path / "at.ckpt")
+        save = save_after(2, tmp_path / "at.ckpt")
         return _weights(run(strategy, Small(), _data(1) * 4, devices=2, callbacks=[] if fit else [save], fit=fit))
 
     whole = trained()
@@ -163,7 +157,6 @@ def test_bytes_are_those_of_the_format_and_sums_do_not_travel_back(round_microba
     assert _downloaded(wide) == rounds * 4 * (12 * 12 * 8 + 128 + 256)
     assert _downloaded(narrow) == rounds * 4 * (512 + 256) < rounds * numbers * 8
     for result, again in ((wide, rounds > 1), (narrow, False)):
-        assert result.report is not None
         assert any(event["kind"] == "upload_gradients" for event in result.report["events"]) is again
         costs = result.report["costs"]["calls"]
         assert [call["reduced_bytes"] for call in costs] == [768 if result is narrow else None] * 4

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, halves, ours, run
+from harness import Learner, assert_same, halves, ours, run
 from torch import Tensor, nn
 from traps import Block, Net
 
@@ -50,7 +49,6 @@ def train(change: Callable[[Any, Tensor], Tensor], strategy: Any, wrap: Any = zo
     devices = 1 if strategy == "auto" else 2
     # A buffer that is new by the next batch has the strategy set up again, and the optimizer's thread with it.
     result = run(strategy, wrap(net), zoo.make_batches("mlp", 4), devices=devices, blocking=True)
-    assert result.module is not None
     return result, {name for name, _ in result.module.named_buffers()}
 
 
@@ -125,7 +123,7 @@ class Averages(nn.Module):
         return out.tanh()  # type: ignore[no-any-return]
 
 
-class UsesAverages(pl.LightningModule):
+class UsesAverages(Learner):
     """Reads or writes, between layers, a buffer that a layer changes."""
 
     def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -141,9 +139,6 @@ class UsesAverages(pl.LightningModule):
             h = linear(h)
         h = self.use(h, self.averages.mean)
         return h.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @torch.no_grad()

@@ -159,7 +159,6 @@ def test_several_times(caplog: pytest.LogCaptureFixture) -> None:
     strategy = ours(num_microbatches=2)
     found = run(strategy, made(Net), batches(), devices=2, watch=False, max_epochs=4, callbacks=changes)
     assert caplog.text.count("is set up again") == 2
-    assert found.report is not None
     assert found.report["weights_bytes_uploaded_total"] > 16 * sum(p.nbytes for p in Block().parameters()) * 3
 
 

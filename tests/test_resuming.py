@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from harness import SaveAfter, ours, quiet, trainer_of
+from harness import Learner, ours, quiet, save_after, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from typing_extensions import override
@@ -26,7 +26,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"number": torch.tensor(index), "row": torch.linspace(index, index + 1, 8)}
 
 
-class Recorder(pl.LightningModule):
+class Recorder(Learner, lr=0.0001):
     """Remembers the rows of each batch and the loss of each step."""
 
     def __init__(self) -> None:
@@ -45,15 +45,12 @@ class Recorder(pl.LightningModule):
         self.seen.append(batch["number"].tolist())
         self.losses.append(float(outputs["loss"]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4)
-
 
 def fit(loader: Any, path: Path, *, save: int = 0, resume: bool = False) -> Recorder:
     """Trains two epochs."""
     module = Recorder()
     pl.seed_everything(3, verbose=False)
-    trainer = trainer_of(ours(), devices=2, max_epochs=2, max_steps=-1, callbacks=[SaveAfter(save, path)])
+    trainer = trainer_of(ours(), devices=2, max_epochs=2, max_steps=-1, callbacks=[save_after(save, path)])
     with quiet():
         trainer.fit(module, loader, ckpt_path=path if resume else None)
     return module

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Result, assert_identical, ours, run
+from harness import Learner, Result, assert_identical, ours, run
 from test_precision_scaling import scaler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -99,21 +99,9 @@ class Sum(torch.autograd.Function):
         return grads[0] * weight.sum(), None
 
 
-def linear(self: Any, x: Tensor) -> Tensor:
-    return F.linear(x, self.weight)
-
-
-def twice(self: Any, x: Tensor) -> Tensor:
-    return F.linear(torch.tanh(F.linear(x, self.weight)), self.weight)
-
-
 def parts(self: Any, x: Tensor) -> Tensor:
     first, second = self.weight.chunk(2)
     return torch.cat([F.linear(x, first), F.linear(x, second), F.linear(x, self.weight[:2])], -1)[..., :WIDTH]
-
-
-def explicit_cast(self: Any, x: Tensor) -> Tensor:
-    return (x.to(torch.bfloat16) @ self.weight.to(torch.bfloat16)).float()
 
 
 def attributes(self: Any, x: Tensor) -> Tensor:
@@ -121,33 +109,21 @@ def attributes(self: Any, x: Tensor) -> Tensor:
     return F.linear(x.to(self.weight.dtype) * self.weight.numel() * self.weight.element_size() / 1e3, self.weight)
 
 
-def checkpointed(self: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda y: torch.tanh(F.linear(y, self.weight)), x, use_reentrant=False)  # type: ignore[no-any-return]
+def without_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x.float(), self.weight)
+
+
+def linear(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight)
 
 
 def sum_of(self: Any, x: Tensor) -> Tensor:
     return F.linear(x, self.weight) + self.weight.sum()
 
 
-def lookup(self: Any, x: Tensor) -> Tensor:
-    return F.linear(x, self.weight) + F.embedding((x[:, 0] > 0).long(), self.weight)
-
-
-def without_autocast(self: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return F.linear(x.float(), self.weight)
-
-
-def in_backward(self: Any, x: Tensor) -> Tensor:
-    return Sum.apply(F.linear(x, self.weight).float(), self.weight)  # type: ignore[no-any-return]
-
-
 def returned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return F.linear(x, self.weight), self.weight
-
-
-def in_numbers(self: Any, x: Tensor) -> Tensor:
-    return F.linear(x, self.weight) * float(self.weight.detach().numpy()[0, 0]) + self.weight.tolist()[1][1]
 
 
 def returned_cast(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,9 +131,20 @@ def returned_cast(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Use = Callable[[Any, Tensor], Any]
-CAST: list[Use] = [linear, twice, parts, explicit_cast, attributes, checkpointed, returned]
-SEEN: list[Use] = [sum_of, lookup, without_autocast, in_backward]
-NOT_SEEN: list[Use] = [in_numbers]
+CAST: list[Use] = [
+    linear, parts, attributes, returned,
+    lambda self, x: F.linear(torch.tanh(F.linear(x, self.weight)), self.weight),
+    lambda self, x: (x.to(torch.bfloat16) @ self.weight.to(torch.bfloat16)).float(),
+    lambda self, x: checkpoint(lambda y: torch.tanh(F.linear(y, self.weight)), x, use_reentrant=False),
+]  # fmt: skip
+SEEN: list[Use] = [
+    sum_of, without_autocast,
+    lambda self, x: F.linear(x, self.weight) + F.embedding((x[:, 0] > 0).long(), self.weight),
+    lambda self, x: Sum.apply(F.linear(x, self.weight).float(), self.weight),
+]  # fmt: skip
+NOT_SEEN: list[Use] = [
+    lambda self, x: F.linear(x, self.weight) * float(self.weight.detach().numpy()[0, 0]) + self.weight.tolist()[1][1]
+]
 """Before it is too late, but then they are."""
 
 
@@ -175,7 +162,7 @@ class Block(nn.Module):
         return found if isinstance(found, tuple) else x + torch.tanh(found)
 
 
-class Model(pl.LightningModule):
+class Model(Learner, optimizer=torch.optim.AdamW, lr=0.01, eps=0.001, foreach=False):
     """A block for each of ``unusual``, which is what it does with its weight in batches that say so."""
 
     def __init__(self, *unusual: Use, usual: Use = linear, tied: bool = False) -> None:
@@ -201,9 +188,6 @@ class Model(pl.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val", self.loss(batch))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, foreach=False)
-
 
 def make_batches(count: int = 4, unusual: int = -1) -> list[dict[str, Tensor]]:
     """``count`` batches, of which one says that its weights are used otherwise."""
@@ -219,7 +203,6 @@ def weights(*blocks: int) -> set[str]:
 def test_what_autocast_casts_travels_cast() -> None:
     names, result = both(lambda: Model(*CAST), make_batches(unusual=0), strategy={"layers": ["Block"]})
     assert names == [weights(*range(len(CAST)))]
-    assert result.report is not None
     sizes = {call["weight_bytes"] for call in result.report["costs"]["calls"]}
     assert sizes == {2 * WIDTH * WIDTH + 2 * 256}  # with the norm's, in blocks of 256
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import traps
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_same, ours, run, seeded
 from torch import Tensor
 
 SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
@@ -70,8 +70,7 @@ class Around(zoo.PlainClassifier):
 
 
 def build(way: str, place: str) -> Around:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         return type("Around", (Around,), {"way": way, "place": place})(traps.Net(Block))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_same, ours, run, seeded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BigBirdConfig, BigBirdForSequenceClassification
@@ -53,8 +53,7 @@ def test_a_model_that_replaces_its_modules_for_short_sequences() -> None:
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
     def make(**settings: Any) -> zoo.modules.Classifier:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0):
             return zoo.modules.Classifier(
                 BigBirdForSequenceClassification(BigBirdConfig(**sizes, **off, **settings, vocab_size=96))
             )

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import zoo
-from harness import assert_same, halves, ours, run
+from harness import assert_same, halves, ours, run, seeded
 from torch import Tensor
 from traps import Block, Net
 
@@ -50,8 +49,7 @@ class Turning(Block):
 
 
 def module_of(late: Callable[[Any, Tensor], Tensor]) -> Steps:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         return Steps(Net(type("Turning", (Turning,), {"late": late})))
 
 
@@ -119,8 +117,7 @@ def test_a_write_to_weights_that_begins_to_change_them_is_refused() -> None:
             of_data_that_it_only_read(self)
             return super().forward(x)
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = Steps(Net(Writing))
     with pytest.raises(RoundPipeError, match="writes to its own parameters while it runs"):
         ran(module, steps=3 * LATE)  # the weights are compared when the number of writes is a power of two

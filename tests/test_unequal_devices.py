@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run
 from stress import all_reports
 from torch import Tensor, nn
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
         return out
 
 
-class Slow(pl.LightningModule):
+class Slow(Learner, lr=0.001):
     """Blocks of equal length."""
 
     roundpipe_passive_hooks = True
@@ -85,9 +85,6 @@ class Slow(pl.LightningModule):
         for block in self.blocks:
             batch = block(batch)
         return (batch**2).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def reports_of(module: pl.LightningModule, batches: list[Any], devices: int, **options: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, loader, ours, run, trainer_of
+from harness import assert_same, loader, ours, run, seeded, trainer_of
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
@@ -119,8 +119,7 @@ class Double(zoo.PlainClassifier):
 
 
 def double() -> Double:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         blocks = [GoesByDefault() for _ in range(3)]
         return Double(nn.Sequential(nn.Linear(8, zoo.WIDTH), *blocks, nn.Linear(zoo.WIDTH, 5)))
 
@@ -167,8 +166,7 @@ class MakesItsOwn(zoo.PlainClassifier):
 @pytest.mark.parametrize("kind", [TakesFromIterator, MakesItsOwn])
 def test_batches_without_samples_are_one_microbatch_by_default(kind: type[zoo.PlainClassifier]) -> None:
     def build() -> zoo.PlainClassifier:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             return kind(nn.Sequential(nn.Linear(8, zoo.WIDTH), nn.Tanh(), nn.Linear(zoo.WIDTH, 5)))
 
     batches: Any = loader(zoo.make_batches("mlp", count=3)) if kind is TakesFromIterator else [1, 2, 3]

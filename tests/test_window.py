@@ -261,11 +261,10 @@ def test_attributes_set_by_hooks(devices: int) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("make", [Net, Watching])
-@pytest.mark.parametrize("interval", [6])
-def test_validation_inside_a_window(devices: int, make: Callable[[], Net], interval: int) -> None:
+def test_validation_inside_a_window(devices: int, make: Callable[[], Net]) -> None:
     """It runs after the same batch, with the same weights."""
-    plain, _ = assert_window(devices, make, val_check_interval=interval)
-    assert len(plain.of("on_validation_start")) == 2 * (13 // interval)
+    plain, _ = assert_window(devices, make, val_check_interval=6)
+    assert len(plain.of("on_validation_start")) == 2 * (13 // 6)
 
 
 @DEVICES
@@ -429,10 +428,8 @@ FAILURES = {"step 1": lambda: Net(fails=1), "step 7": lambda: Net(fails=7), "tra
 @pytest.mark.parametrize("make", FAILURES.values(), ids=FAILURES)
 def test_exception_of_user_code(devices: int, make: Callable[[], Net]) -> None:
     """It is raised when Lightning comes to that batch: all before it is as always, and modules are as it left them."""
-    plain, other = (train(d, make, loader, error=ZeroDivisionError, **FAILING) for d in (PLAIN, devices))
+    script: dict[str, Any] = {"accumulate_grad_batches": WINDOW, "max_epochs": 2, "error": ZeroDivisionError}
+    plain, other = (train(d, make, loader, **script) for d in (PLAIN, devices))
     assert_equal(plain.calls, other.calls, "calls")
     assert_equal(plain.lines, other.lines, "logged")
     assert_equal(plain.final["weights"], other.final["weights"], "weights")
-
-
-FAILING: dict[str, Any] = {"accumulate_grad_batches": WINDOW, "max_epochs": 2}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import assert_same, halves, ours, run
+from harness import assert_same, halves, ours, run, seeded
 from patience import PATIENCE_S
 from torch import Tensor, nn
 
@@ -118,8 +118,7 @@ class Traps:
 
     def build(self, kind: type[Trap]) -> Trap:
         body, block = self._bodies[kind]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             return kind(type("Net", (Net,), {"body": body})(block))
 
     def check_equal(self, name: str) -> None:

@@ -57,7 +57,6 @@ def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(budget: float | None) -> int:
         used = ours(num_microbatches=2, memory_budget=budget, layers=["Linear", "ResidualBlock"], plan=plan)
         result = run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False)
-        assert result.report is not None
         return int(result.report["planned_device_bytes"])
 
     needed = planned(None)

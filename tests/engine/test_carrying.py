@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Result, assert_identical, call_count, ours, per_call, run
+from harness import Result, assert_identical, call_count, ours, per_call, run, seeded
 from test_quantized import task, trained
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -170,8 +170,7 @@ class Network(Net):
 
 
 def train(block: type[Block], plan: str | None = PLAN, devices: int = 2, **options: Any) -> Result:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = zoo.PlainClassifier(Network(block))
     given = {"num_microbatches": 4, "layers": ["Linear", block.__name__]} | options
     precision = given.pop("precision", None)
@@ -254,7 +253,6 @@ def test_no_bit_of_a_model_depends_on_what_is_carried(kind: str, case: dict[str,
         return run(strategy, module, batches, devices=devices, precision=precision)
 
     first = fit(None, 1)
-    assert first.report is not None
     plan = plans(call_count(first.report["plan"]), 3)[kind]
     for devices in (2, 3):
         found = fit(plan, devices, emulation=CAREFUL)

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours
+from harness import Learner, ours
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import register_flop_formula
@@ -56,7 +56,7 @@ class Slow(nn.Module):
         return torch.tanh(made[:4])
 
 
-class Module(pl.LightningModule):
+class Module(Learner, lr=0.001):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Slow() for _ in range(9))
@@ -66,9 +66,6 @@ class Module(pl.LightningModule):
         for layer in self.layers:
             h = layer(h)
         return h.mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def fit(bandwidth: float | None) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours, run
+from harness import Learner, ours, run
 from torch import Tensor, nn
 
 WIDTH, LAYERS = 16, 3
@@ -25,7 +24,7 @@ class Slicing(nn.Module):
         return x + torch.tanh(self.inner(x)), x[:, :3]
 
 
-class Sliced(pl.LightningModule):
+class Sliced(Learner, lr=0.001):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Slicing() for _ in range(LAYERS))
@@ -38,9 +37,6 @@ class Sliced(pl.LightningModule):
             self.strides.append(columns.stride())
             total = total + columns.sum()
         return (x.sin().sum() + total).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -6,10 +6,9 @@ import functools
 import time
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run
 from ordering import Ordering
 from patience import longer_each_try
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 
-class Skips(pl.LightningModule):
+class Skips(Learner):
     """The first layer is frozen, so it never waits for an update; some batches leave the others out."""
 
     def __init__(self) -> None:
@@ -35,9 +34,6 @@ class Skips(pl.LightningModule):
         if not batch["skips"][0]:
             h = self.third(self.second(h).tanh())
         return h.square().mean() * torch.ones((), requires_grad=True)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @functools.partial(longer_each_try, each=(1.0, 4.0, 16.0))

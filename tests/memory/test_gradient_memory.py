@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours, run
+from harness import Learner, ours, run
 from patience import PATIENCE_S
 from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ BYTES = 4 * SIZE * SIZE
 LAYERS = 12
 
 
-class Module(pl.LightningModule):
+class Module(Learner, lr=0.01):
     """Layers of one size, of which the last is never called and the first is frozen."""
 
     def __init__(self, *, manual: bool = False) -> None:
@@ -54,9 +54,6 @@ class Module(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.layers[1](batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class LooksAtGradients(pl.Callback):

@@ -10,17 +10,7 @@ from mistakes.settings import MEMORY, MICROBATCHES, OTHERS, PLANS, TRAINER
 from mistakes.user import CommandError, Mistake, User
 
 MISTAKES: list[Mistake] = [
-    *MICROBATCHES,
-    *PLANS,
-    *MEMORY,
-    *OTHERS,
-    *TRAINER,
-    *MODULES,
-    *BATCHES,
-    *CHECKPOINTS,
-    *MODELS,
-    *DATA,
-    *COMMANDS,
-]
+    *MICROBATCHES, *PLANS, *MEMORY, *OTHERS, *TRAINER, *MODULES, *BATCHES, *CHECKPOINTS, *MODELS, *DATA, *COMMANDS,
+]  # fmt: skip
 
 __all__ = ["MISTAKES", "CommandError", "Mistake", "User"]

@@ -167,14 +167,6 @@ def _configure(**settings: Any) -> Callable[[Path], Any]:
     return change
 
 
-def _lose_a_weight(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
 def _package(*files: str, content: bytes = b"GGUF") -> Callable[[User], Pretrained]:
     """The mistake of taking a model from a package that holds these files."""
 
@@ -259,7 +251,7 @@ MODELS = [
         )),
     Mistake(SECTION, "`model.folder` with weights that do not fit its configuration",
         "model.folder='…': … cannot be read: ValueError: …", "repair: copy or download the folder again",
-        (_folder(_lose_a_weight), _folder(_configure(num_hidden_layers=3)))),
+        (_folder(_of_weights(lambda all: all.pop("lm_head.weight"))), _folder(_configure(num_hidden_layers=3)))),
     Mistake(SECTION, "`model.weights` or `model.name` that is neither here nor on the hub",
         "model.…='…' is neither a folder nor a model that the Hugging Face hub gives",
         "Name a folder with safetensors files, or check the name and the connection",

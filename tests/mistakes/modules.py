@@ -134,27 +134,15 @@ class _Bare(pl.LightningModule):
         return zoo.sgd(self.parameters())
 
 
-class _Elsewhere(zoo.PlainClassifier):
-    """Has a model, and computes with another one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.hidden = [nn.Linear(8, 5)]  # a list does not register it
-
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.hidden[0](batch["x"])
-        return F.cross_entropy(logits, batch["y"]), logits
+def computing(loss: Any, **options: Any) -> Any:
+    """The mistake of this loss, which is given the model and the batch."""
+    kind = type("Computing", (zoo.PlainClassifier,), {"loss_and_logits": lambda self, b: (loss(self.model, b), None)})
+    return lambda user: user.fit(kind(mlp()), **options)
 
 
 @torch.jit.script
 def _added(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias
-
-
-class _Scripted(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = _added(self.model(batch["x"]), self.model.head.bias)
-        return F.cross_entropy(logits, batch["y"]), logits
 
 
 class _Steered(zoo.PlainClassifier):
@@ -175,10 +163,6 @@ class _Registers(zoo.PlainClassifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.model.head.weight.register_hook(lambda grad: grad)
         return super().training_step(batch, batch_idx)
-
-
-def _registers_within(user: User) -> None:
-    user.fit(_Registers(mlp()))
 
 
 class _Unfreezes(zoo.PlainClassifier):
@@ -268,6 +252,15 @@ def _by_gptq(user: User) -> None:
     user.fit(module)
 
 
+def _two_means(model: nn.Module, batch: zoo.Batch) -> Tensor:
+    logits = model(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits[:2], batch["y"][:2])
+
+
+def _nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+
+
 SECTION = "The module, its optimizer and its loss"
 MODULES = [
     Mistake(SECTION, "several microbatches, or a plan, under manual optimization",
@@ -286,7 +279,8 @@ MODULES = [
         (lambda user: user.fit(Manual(mlp(), written_between=True)),)),
     Mistake(SECTION, "a hook on a parameter or on the optimizer's step that `training_step` registers",
         "register_hook was called on a parameter within training_step",
-        "Do it between batches, for example in on_fit_start or on_train_batch_start", (_registers_within,)),
+        "Do it between batches, for example in on_fit_start or on_train_batch_start",
+        (lambda user: user.fit(_Registers(mlp())),)),
     Mistake(SECTION, "`requires_grad` that `training_step` switches on for a parameter of a layer",
         "training_step switches on requires_grad of parameter '…', in layer '…'",
         "Switch on between steps, for example in on_train_batch_start, all that the window's batches train",
@@ -331,7 +325,9 @@ MODULES = [
     Mistake(SECTION, "a nested tensor that goes from one layer to the next",
         "a nested tensor (torch.nested) goes into a layer or out of it",
         "hand on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the nested "
-        "tensor and computes with it in RoundPipeStrategy(layers=[...])", (lambda user: _nested(user),)),
+        "tensor and computes with it in RoundPipeStrategy(layers=[...])",
+        (computing(lambda model, batch: torch.stack([x.mean() for x in model(batch["x"]).unbind()]).mean(),
+                   batches=[{"x": _nested()}] * 3),)),
     Mistake(SECTION, "parameters or buffers without values", "on the meta device, without values: '…'",
         "Give them values in configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') and "
         "an initialisation; or set ckpt_path= to a checkpoint that holds them",
@@ -349,7 +345,7 @@ MODULES = [
         "register the model as an attribute of the LightningModule", (lambda user: user.fit(_Bare()),)),
     Mistake(SECTION, "`training_step` computes with modules that are not registered",
         "training_step called none of the layers that were found", "name the modules it calls with layers=[...]",
-        (lambda user: user.fit(_Elsewhere(mlp()), num_microbatches=2),)),
+        (computing(lambda model, batch: nn.Linear(8, 5)(batch["x"]).mean(), num_microbatches=2),)),
     Mistake(SECTION, "an optimizer on parameters that are not the module's",
         "… holds parameters that are not the LightningModule's",
         "build the optimizer from self.parameters() in configure_optimizers()",
@@ -363,7 +359,7 @@ MODULES = [
         "an operation that is no torch function (TorchScript, a C++ extension, another thread) takes a parameter, with "
         "`staleness=1`, with a `*-true` precision of 16 bits, or in a later batch for the first time",
         "… uses parameter '…' itself, by another way than a torch function", "Give it parameter.clone() instead",
-        (lambda user: user.fit(_Scripted(mlp()), staleness=1),)),
+        (computing(lambda model, batch: _added(model(batch["x"]), model.head.bias).mean(), staleness=1),)),
     Mistake(SECTION,
         "a frozen layer computes with a trained parameter of another module (a steering vector), in a later batch for "
         "the first time",
@@ -380,12 +376,12 @@ MODULES = [
     Mistake(SECTION, "`loss_weight='targets'`, and a loss that is made without a mean cross entropy",
         "loss_weight='targets' counts the targets of the mean cross entropy … made with none",
         "Leave loss_weight out, or set it to a function of a microbatch that returns what it counts",
-        (lambda user: user.fit(_Squared(mlp()), loss_weight="targets"),)),
+        (computing(lambda model, batch: model(batch["x"]).square().mean(), loss_weight="targets"),)),
     Mistake(SECTION,
         "`loss_weight='targets'`, and a loss that is made with several means over different numbers of targets",
         "loss_weight='targets' counts the targets of the mean cross entropy … made with several",
         "Leave loss_weight out, or set it to a function of a microbatch that returns what it counts",
-        (lambda user: user.fit(_TwoMeans(mlp()), loss_weight="targets"),)),
+        (computing(_two_means, loss_weight="targets"),)),
     Mistake(SECTION, "modules or parameters that are replaced within a window of accumulated batches",
         "roundpipe: modules or parameters of the model were replaced within a window of accumulate_grad_batches=…",
         "Replace them between windows, for example in on_train_epoch_start",
@@ -416,18 +412,6 @@ MODULES = [
             for length in (2, 3)
         ), finished=1),
 ]  # fmt: skip
-
-
-class _Squared(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return logits.square().mean(), logits
-
-
-class _TwoMeans(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits[:2], batch["y"][:2]), logits
 
 
 class _Prunes(zoo.PlainClassifier):
@@ -462,35 +446,9 @@ class _BeginsLongerWindows(pl.Callback):
         trainer.accumulate_grad_batches = self.length if batch_idx else 1
 
 
-def _nested(user: User) -> None:
-    batch = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
-    user.fit(_Nested(mlp()), [{"x": batch}] * 3)
-
-
-class _Nested(zoo.PlainClassifier):
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        return torch.stack([rows.square().mean() for rows in self.model(batch["x"]).unbind()]).mean()
-
-
-class _Sizeless(zoo.PlainClassifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(torch.ones(4, 8)).square().mean()
-
-
 def _batches(batch: Any) -> Any:
-    return lambda user: user.fit(_Sizeless(mlp()), [batch] * 3, num_microbatches=2)
-
-
-class _Weighted(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"]) * batch["scale"].mean(), logits
-
-
-def _constant_first(user: User) -> None:
-    user.fit(
-        _Weighted(mlp()), [{"scale": torch.ones(3)} | batch for batch in zoo.make_batches("mlp", 3)], num_microbatches=2
-    )
+    loss = lambda model, batch: model(torch.ones(4, 8)).square().mean()  # noqa: E731
+    return computing(loss, batches=[batch] * 3, num_microbatches=2)
 
 
 SECTION = "The batch"
@@ -508,7 +466,8 @@ BATCHES = [
         (_batches({"x": torch.ones(4, 2), "scale": torch.tensor(0.5)}),)),
     Mistake(SECTION, "a batch whose tensors have different numbers of rows is to be cut",
         "num_microbatches=… cuts a batch along the first dimension of its tensors, and they disagree: … has … rows",
-        "Leave num_microbatches and microbatch_size out", (_constant_first, _batches([torch.ones(4), torch.ones(5)]))),
+        "Leave num_microbatches and microbatch_size out",
+        (_batches(zoo.make_batches("mlp", 1)[0] | {"scale": torch.ones(3)}), _batches([torch.ones(4), torch.ones(5)]))),
     Mistake(SECTION, "a loader that returns `Microbatches` of nothing", "the data loader returned Microbatches([])",
         "a batch needs at least one microbatch", (_batches(Microbatches([])),)),
 ]  # fmt: skip

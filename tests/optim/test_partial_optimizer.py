@@ -219,34 +219,25 @@ def test_schedulers_change_what_comes_next_not_what_was_submitted() -> None:
     train(maker("Adam", tensor), schedule=lambda o: LambdaLR(o, lambda step: 0.7**step))
 
 
-def hyperparameters(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.param_groups[1].update(lr=0.05, betas=(0.7, 0.8), eps=1e-5, weight_decay=0.3, maximize=True)
+CHANGES: dict[str, Callable[[Any, list[Any]], Any]] = {
+    "hyperparameters": lambda optimizer, masters: optimizer.param_groups[1].update(
+        lr=0.05, betas=(0.7, 0.8), eps=1e-5, weight_decay=0.3, maximize=True
+    ),
+    "moved between groups": lambda optimizer, masters: optimizer.param_groups[1]["params"].append(
+        optimizer.param_groups[0]["params"].pop()
+    ),
+    "state forgotten": lambda optimizer, masters: optimizer.state.pop(masters[0]),
+    "state replaced": lambda optimizer, masters: optimizer.state.update(
+        {masters[3]: {key: value * 2 for key, value in optimizer.state[masters[3]].items()}}
+    ),
+    "tensor replaced": lambda optimizer, masters: optimizer.state[masters[3]].update(
+        exp_avg=optimizer.state[masters[3]]["exp_avg"] * 2
+    ),
+    "masters elsewhere": lambda optimizer, masters: setattr(masters[0], "data", masters[0].data * 2),
+}
 
 
-def moved_between_groups(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
-
-
-def state_forgotten(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    del optimizer.state[masters[0]]
-
-
-def state_replaced(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.state[masters[3]] = {key: value * 2 for key, value in optimizer.state[masters[3]].items()}
-
-
-def tensor_replaced(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.state[masters[3]]["exp_avg"] = optimizer.state[masters[3]]["exp_avg"] * 2
-
-
-def masters_elsewhere(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    masters[0].data = masters[0].data * 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [hyperparameters, moved_between_groups, state_forgotten, state_replaced, tensor_replaced, masters_elsewhere],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_is_seen_to_the_bit(
     change: Callable[[Optimizer, list[nn.Parameter]], None],
 ) -> None:
@@ -259,8 +250,8 @@ def test_what_changes_between_steps_is_seen_to_the_bit(
     pieces = Pieces(ours, masters)
     for step in range(STEPS):
         if step == STEPS // 2:
-            change(ours, masters)
-            change(other, plain)
+            CHANGES[change](ours, masters)
+            CHANGES[change](other, plain)
         grads = gradients_of(step, masters)
         pieces.step(clones(grads))
         plain_step(other, plain, grads)

@@ -38,7 +38,6 @@ def test_what_will_happen_and_then_the_plan(said: list[str]) -> None:
     )
     assert begin.startswith(start + "parameters (all trained), about ")
     assert re.search(r", about [\d.,]+ [KMG]iB of host memory\.$", begin)
-    assert result.report is not None
     memory = r"about [\d.,]+ \w+ on each device"
     found = re.fullmatch(rf'roundpipe: plan "(.+)": (\d+) stages?( on .+)?, {memory}, at least .+ a step\.', plan)
     assert found is not None, plan

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from harness import Learner, MemoryLogger, loader, ours, quiet, trainer_of
 from patience import longer_each_try, until
 from reports.test_planned import calls
 from reports.test_planned import report as step_report
@@ -48,7 +48,7 @@ class Updated(pl.Callback):
             until(lambda: trainer.strategy.report()["optimizer_lag_s"] is not None, "the step before is not updated")
 
 
-class Tokens(pl.LightningModule):
+class Tokens(Learner, optimizer=torch.optim.AdamW, lr=0.001):
     roundpipe_passive_hooks = True
 
     def __init__(self) -> None:
@@ -61,9 +61,6 @@ class Tokens(pl.LightningModule):
         for block in self.blocks:
             x = block(x).tanh()
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class SlowRows(list[Any]):

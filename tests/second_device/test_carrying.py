@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import assert_identical, call_count, ours, per_call, run
+from harness import assert_identical, call_count, ours, per_call, run, seeded
 from torch import Tensor
 from traps import Block, Net
 
@@ -54,8 +54,7 @@ class Wide(Net):
 @at_random_and_idle
 @pytest.mark.parametrize("workers", [1, 2])
 def test_user_code_writes_to_products_that_are_on_their_way(workers: int, devices: list[Any], queues: Late) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = zoo.PlainClassifier(Wide(ReturnsProducts))
     plan, batches = per_call(5, 4), zoo.make_batches("mlp", samples=8)
     plain, found = (
@@ -80,8 +79,7 @@ def test_products_of_two_calls_are_on_their_way_at_most(
         return made
 
     monkeypatch.setattr(carrying, "copy_alike", copy)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = zoo.PlainClassifier(Net(Block))
     plan = "forward 0-3; fused 4; backward 0-3; round 4; carry 0-3"
     run(ours(num_microbatches=4, layers=["Linear", "Block"], plan=plan), module, zoo.make_batches("mlp", samples=8))
@@ -93,7 +91,6 @@ def test_products_of_two_calls_are_on_their_way_at_most(
 def test_no_bit_depends_on_what_is_carried(name: str, devices: list[Any], queues: Late) -> None:
     module, batches = zoo.make_module(name), zoo.make_batches(name)
     plain = run(ours(num_microbatches=3), module, batches, devices=2)
-    assert plain.report is not None
     n = call_count(plain.report["plan"])
     plan = f"{per_call(n, 3)}; carry 0-{n - 2}"
     assert_identical(plain, run(ours(num_microbatches=3, plan=plan), module, batches, devices=2))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -60,7 +59,7 @@ def with_a_mask(layers: Iterable[nn.Module], h: Tensor, documents: Tensor) -> Te
     return h
 
 
-class Net(pl.LightningModule):
+class Net(Learner):
     def __init__(self, layer: type[nn.Module], body: Callable[..., Tensor]) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -68,9 +67,6 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.body(self.layers, batch["x"], batch["documents"]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(("layer", "body"), [(Counting, with_numbers), (Attending, with_a_mask)])

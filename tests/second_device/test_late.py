@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, run
+from harness import ATOL, RTOL, Learner, assert_same, assert_tensors_same, ours, run
 from test_evaluation import Averaging, validate
 from torch import Tensor, nn
 from zoo_runs import expected, train
@@ -18,7 +17,7 @@ from second_device.late import Late, late
 from second_device.play import Event, Stream, play, stream
 
 
-class FrozenBetween(pl.LightningModule):
+class FrozenBetween(Learner):
     """All layers are frozen when a batch begins, and trained within it; the last one is the smallest."""
 
     def __init__(self) -> None:

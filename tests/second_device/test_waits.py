@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import ours, run
+from harness import Learner, ours, run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -160,7 +160,7 @@ outside: defaultdict[int, float] = defaultdict(float)
 """What user code sums up elsewhere than on modules, by layer."""
 
 
-class Reads(pl.LightningModule):
+class Reads(Learner, lr=0.01):
     """Reads numbers of the device between all of its layers, in all ways."""
 
     def __init__(self, read: Callable[[Tensor], object]) -> None:
@@ -178,9 +178,6 @@ class Reads(pl.LightningModule):
         self.total += (h.detach() * 0 + 1).sum().item()
         loss: Tensor = h.square().mean()
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 READ: dict[str, Callable[[Tensor], object]] = {
