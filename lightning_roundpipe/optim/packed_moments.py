@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_roundpipe.optim.compiled import convert
 from lightning_roundpipe.optim.split_masters import piece, pieces, scratch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -68,12 +69,15 @@ class Bf16Moment(NamedTuple):
         return self.packed.shape
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        return out.copy_(self.packed.view(-1)[first:last])
+        if not convert("load_bf16", last - first, (self.packed, first), (out, 0)):
+            out.copy_(self.packed.view(-1)[first:last])
+        return out
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
         start = (first + _STRIDE * (step + 7 * self.which)) % _TAKEN
-        numbers.view(torch.int32).add_(_noise(piece())[start : start + last - first]).bitwise_and_(_KEPT)
-        self.packed.view(-1)[first:last].copy_(numbers)
+        if not convert("store_bf16", last - first, start, (numbers, 0), (self.packed, first)):
+            numbers.view(torch.int32).add_(_noise(piece())[start : start + last - first]).bitwise_and_(_KEPT)
+            self.packed.view(-1)[first:last].copy_(numbers)
 
 
 class Int8Moment(NamedTuple):
@@ -95,6 +99,9 @@ class Int8Moment(NamedTuple):
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
         values, _ = _tables(self.signed)
+        places = (self.codes, first), (self.largest, first // BLOCK), (values, 0), (out, 0)
+        if convert("load_int8", last - first, *places):
+            return out
         torch.index_select(values, 0, self.codes.view(-1)[first:last].int(), out=out)
         whole = (last - first) // BLOCK * BLOCK
         blocks = self.largest[first // BLOCK : -(-last // BLOCK)]
@@ -104,6 +111,9 @@ class Int8Moment(NamedTuple):
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
         _, nearest = _tables(self.signed)
+        places = (numbers, 0), (nearest, 0), (self.codes, first), (self.largest, first // BLOCK)
+        if convert("store_int8", last - first, *places):
+            return
         whole = (last - first) // BLOCK * BLOCK
         blocks = self.largest[first // BLOCK : -(-last // BLOCK)]
         _scale(numbers[:whole].view(-1, BLOCK), blocks[: whole // BLOCK])
@@ -214,9 +224,10 @@ def form_of(state: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _noise(length: int) -> Tensor:
-    """Return numbers from 0 to 65,535, of which the first ``length`` follow again: slices may begin anywhere."""
-    numbers = torch.randint(_TAKEN, (_TAKEN,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    return numbers.repeat(2 + -(-length // _TAKEN))
+    """Return all numbers from 0 to 65,535, of which the first ``length`` follow again: slices may begin anywhere."""
+    x = torch.arange(_TAKEN, dtype=torch.int32) * 40_503 & 0xFFFF
+    x = (x ^ x >> 7) * 30_023 & 0xFFFF
+    return (x ^ x >> 8).repeat(2 + -(-length // _TAKEN))
 
 
 @functools.cache
