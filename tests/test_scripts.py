@@ -1,7 +1,5 @@
 """Benchmarks, examples and scripts of pages import from the package only what it has. Most are run by hand, seldom."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path
@@ -13,7 +11,7 @@ SCRIPTS = sorted(path for folder in ("benchmarks", "docs", "examples") for path 
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_what_is_imported_is_there(script: Path) -> None:
+def test_what_is_imported_is_there(script):
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning_roundpipe":
             module = importlib.import_module(str(node.module))
