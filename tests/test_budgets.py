@@ -81,9 +81,6 @@ def test_a_jobs_limit_counts(tmp_path, monkeypatch):
     assert host_memory.total_bytes() == 4000
 
 
-# -- when nothing fits -------------------------------------------------------------------------------------------------
-
-
 def test_an_error_names_settings_that_work():
     """Each with its value, as Python: the planner has tried it with the measured costs."""
     module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 2, samples=600)

@@ -175,8 +175,7 @@ class InARow(Module):
         self.way(self)
 
     def training_step(self, batch, batch_idx):
-        loss = (self.net(batch["x"]) - batch["y"]).square().mean()
-        return loss
+        return (self.net(batch["x"]) - batch["y"]).square().mean()
 
 
 def wraps_whole(module):

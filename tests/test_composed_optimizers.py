@@ -156,8 +156,7 @@ def torchao(name):
     def make(module):
         from torchao import optim
 
-        made = declared(getattr(optim, name))(module.parameters(), lr=0.01)
-        return made
+        return declared(getattr(optim, name))(module.parameters(), lr=0.01)
 
     return make
 

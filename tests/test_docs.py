@@ -53,9 +53,6 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-# -- links, commands, plans, messages ----------------------------------------------------------------------------------
-
-
 @documents
 def test_relative_links_resolve(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
@@ -105,9 +102,6 @@ def test_named_tests_exist():
         for file, name in named:
             functions = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), flags=re.MULTILINE)
             assert name in functions, f"{row[0]}: {file} has no {name}"
-
-
-# -- code --------------------------------------------------------------------------------------------------------------
 
 
 @documents

@@ -30,8 +30,7 @@ class Task(Learner):
         self.model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=implementation)
 
     def training_step(self, batch, batch_idx):
-        loss = self.model(**batch, use_cache=False).loss
-        return loss
+        return self.model(**batch, use_cache=False).loss
 
     def validation_step(self, batch, batch_idx):
         self.log("loss", self.model(**batch, use_cache=False).loss)

@@ -29,8 +29,7 @@ def measured(what, *arguments):
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_loading_holds_the_weights_once(tmp_path):

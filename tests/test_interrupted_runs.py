@@ -35,8 +35,7 @@ def run(monkeypatch, *arguments):
 
 def checkpoint_of(folder):
     [file] = (folder / "checkpoints").iterdir()
-    found = torch.load(file, weights_only=False)
-    return found
+    return torch.load(file, weights_only=False)
 
 
 def assert_same_state(one, other):

@@ -63,8 +63,7 @@ def train(kind, lora, length, workers, **options):
     trainer = trainer_of(ours(num_microbatches=2 * workers, **options), devices=workers)
     with quiet():
         trainer.fit(module, loader([{"input_ids": tokens, "labels": tokens}] * 2))
-    report = trainer.strategy.report()
-    return report
+    return trainer.strategy.report()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ class Model(nn.Module):
     def forward(self, x, head=0, depth=4, order=(0, 1, 2, 3)):
         for at in order[:depth]:
             x = self.blocks[at](x)
-        out = self.heads[head](x)
-        return out
+        return self.heads[head](x)
 
 
 class Module(Learner, optimizer=torch.optim.AdamW, lr=0.02):

@@ -33,9 +33,6 @@ def said(arguments, monkeypatch, capsys):
     return code, printed.out + printed.err
 
 
-# -- defaults ----------------------------------------------------------------------------------------------------------
-
-
 def test_no_experiment_is_applied_unless_it_is_asked_for():
     """What a run takes that names a model and data is for fine-tuning, whether all weights are trained or adapters."""
     full, adapters = composed(*MODEL), composed(*MODEL, "lora=all_linear")
@@ -57,9 +54,6 @@ def test_model_and_data_are_chosen_by_the_user(given, missing, monkeypatch, caps
     assert code == 2
     assert text.startswith(f"roundpipe-train: {missing} must be chosen: {missing}=CHOICE, one of ")
     assert text.count("\n") == 1
-
-
-# -- help --------------------------------------------------------------------------------------------------------------
 
 
 def test_without_arguments_it_says_what_can_be_done(monkeypatch, capsys):
@@ -88,9 +82,6 @@ def test_help_has_every_group_and_choice(monkeypatch, capsys):
     assert said(["--version"], monkeypatch, capsys) == (0, f"lightning-roundpipe {version('lightning-roundpipe')}\n")
 
 
-# -- what was meant ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
@@ -110,9 +101,6 @@ def test_did_you_mean(arguments, meant, monkeypatch, capsys):
     assert code == 2
     assert text.count("\n") == 1 and text.startswith("roundpipe-train: ")
     assert f"Did you mean {meant}?" in text
-
-
-# -- going on ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/my work/x.ckpt", "/it's/x (1).ckpt", "/a=b,c/[x]{y}.ckpt"])

@@ -22,9 +22,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
-# -- what an index shows -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
     """METADATA as a build makes it, of a copy: a build leaves files behind."""
@@ -66,9 +63,6 @@ def test_the_metadata_are_complete(metadata):
     assert all(url.startswith(named["Repository"]) for name, url in named.items() if name != "Paper")
 
 
-# -- what it asks for --------------------------------------------------------------------------------------------------
-
-
 def bounds(requirements):
     found = [re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)", requirement) for requirement in requirements]
     assert all(found), f"one of {requirements} has no lower bound"
@@ -92,8 +86,6 @@ def test_each_extra_brings_what_errors_say():
         assert package not in bounds(PROJECT["dependencies"])
         assert extra in re.findall(r"\w+", extras["all"][0].partition("[")[2])
 
-
-# -- how it does without -----------------------------------------------------------------------------------------------
 
 PLAIN = """
 import importlib.metadata, sys

@@ -189,8 +189,7 @@ def test_evaluation_equals_lightnings():
 
     class Generates(zoo.CausalLM):
         def predict_step(self, batch, batch_idx):
-            tokens = self.model.generate(batch["input_ids"][:, :5], max_new_tokens=4, pad_token_id=0)
-            return tokens
+            return self.model.generate(batch["input_ids"][:, :5], max_new_tokens=4, pad_token_id=0)
 
     batches, found = zoo.make_batches("gpt2", 2), []
     for strategy, devices in (("auto", 1), (ours(), 2)):

@@ -50,8 +50,7 @@ class Recipe(Learner, optimizer=torch.optim.AdamW, lr=0.01, eps=0.001):
             self.other = other.double().eval().requires_grad_(False)
 
     def logits(self, model, ids):
-        found = model(input_ids=ids, attention_mask=(ids != 0).long()).logits
-        return found
+        return model(input_ids=ids, attention_mask=(ids != 0).long()).logits
 
     def logps(self, model, ids, prompt=2):
         """Log probability of each row's completion."""
@@ -136,8 +135,7 @@ class AdaLora(Recipe):
         super().__init__(peft.get_peft_model(llama(), peft.AdaLoraConfig(**ranks, target_modules=["q_proj", "v_proj"])))
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(input_ids=batch["ids"], labels=batch["ids"]).loss
-        return loss
+        return self.net(input_ids=batch["ids"], labels=batch["ids"]).loss
 
     def optimizer_step(self, *args, **kwargs):
         super().optimizer_step(*args, **kwargs)
@@ -166,8 +164,7 @@ def qwen():
 
 def fused(hidden, weight, targets):
     """Returns the loss, and keeps its gradients, as Liger's does: a few tokens' logits at a time."""
-    loss = Fused.apply(hidden, weight, targets)
-    return loss
+    return Fused.apply(hidden, weight, targets)
 
 
 class Fused(torch.autograd.Function):

@@ -52,9 +52,6 @@ def copy_of_the_package(place):
     return place
 
 
-# --- the real thing, each in an interpreter of its own ---------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_name_resolves_lazily(tmp_path):
     """A package that is broken breaks nothing but itself."""
@@ -182,9 +179,6 @@ def test_importing_the_package_is_light(tmp_path):
     )
     allowed = {"lightning_roundpipe", "__main__", "_distutils_hack", "sitecustomize", "usercustomize"}
     assert {name for name in output.split() if not name.startswith("__editable__")} <= allowed
-
-
-# --- the package's face ----------------------------------------------------------------------------------------------
 
 
 def test_the_entry_point_is_installed():

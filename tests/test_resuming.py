@@ -32,8 +32,7 @@ class Recorder(Learner, lr=0.0001):
         self.losses = []
 
     def training_step(self, batch, batch_idx):
-        loss = self.model(batch["row"]).square().mean()
-        return loss
+        return self.model(batch["row"]).square().mean()
 
     @override
     def on_train_batch_end(self, outputs, batch, batch_idx):

@@ -134,8 +134,7 @@ def test_gradients_in_bf16_are_near(tmp_path):
 
 def resumed(path, steps, **other):
     """One machine that goes on from ``path``."""
-    found = several_jobs.train(rank=0, machines=1, steps=steps, max_epochs=2, resume=str(path), **other)
-    return found
+    return several_jobs.train(rank=0, machines=1, steps=steps, max_epochs=2, resume=str(path), **other)
 
 
 @pytest.mark.slow

@@ -29,9 +29,6 @@ def hooks():
     return module
 
 
-# -- the reference -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", ["commands.md", "errors.md", "reference.md"])
 def test_generated_parts_are_those_of_the_code(hooks, page):
     """They are in the pages, so that the repository's web view has them, too."""
@@ -80,9 +77,6 @@ def test_what_the_site_changes(hooks, page, text, wanted):
     file = SimpleNamespace(file=SimpleNamespace(src_uri=page))
     shown = hooks.on_page_markdown(text, page=file, config=None, files=None)
     assert shown == wanted.format(r=hooks.PROJECT["urls"]["Repository"])
-
-
-# -- the build ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

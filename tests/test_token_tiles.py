@@ -59,8 +59,7 @@ class MLP(nn.Module):
         self.up, self.down, self.dropout = nn.Linear(8, 64), nn.Linear(64, 8), nn.Dropout(dropout)
 
     def forward(self, x):
-        found = self.down(self.dropout(self.up(x).tanh()))
-        return found
+        return self.down(self.dropout(self.up(x).tanh()))
 
 
 class Widest(TorchDispatchMode):
@@ -104,8 +103,7 @@ def test_a_tile_drops_the_same_in_backward():
 
     def loss(given):
         torch.manual_seed(0)
-        out = module(given)
-        return out
+        return module(given)
 
     assert torch.autograd.gradcheck(loss, x)
 

@@ -63,8 +63,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
-        out = _TakeTime.apply(self.linear(x))
-        return out
+        return _TakeTime.apply(self.linear(x))
 
 
 class Slow(Learner, lr=0.001):

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor, RoundPipeStrategy
 
-# -- copies of a Trainer -----------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
 def test_a_trainer_can_be_pickled_and_copied(precision):
@@ -65,9 +63,6 @@ def test_everything_of_a_run_can_be_copied_and_pickled_in_it():
     assert copied.seen == ["fit", "batch", "batch", "end", "after"]
 
 
-# -- clusters ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_slurm_plugin_in_one_process():
     """On a laptop, and in a job that is not started by srun, its variables are not set."""
     for plugin in (SLURMEnvironment(), SLURMEnvironment(auto_requeue=False)):
@@ -91,9 +86,6 @@ def test_steps_outside_of_a_run_are_those_of_a_plain_module():
     steps_are_plain()
     trainer.fit(module)
     steps_are_plain()
-
-
-# -- double precision --------------------------------------------------------------------------------------------------
 
 
 class GoesByDefault(nn.Module):
@@ -140,9 +132,6 @@ def test_double_precision(microbatches, devices, accumulate):
     assert_same(plain, other)
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
-
-
 class TakesFromIterator(zoo.PlainClassifier):
     def training_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
@@ -174,9 +163,6 @@ def test_batches_without_samples_are_one_microbatch_by_default(kind):
     message = "num_microbatches=2 cuts" if kind is MakesItsOwn else "takes dataloader_iter.*leave out num_microbatches"
     with pytest.raises(ValueError, match=message):
         trainer_of(ours(num_microbatches=2)).fit(build(), batches)
-
-
-# -- no layers ---------------------------------------------------------------------------------------------------------
 
 
 class Bare(pl.LightningModule):

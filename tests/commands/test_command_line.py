@@ -59,8 +59,6 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, monkeypatch, 
     assert captured.err.count("\n") == 1
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
 LONG = f"plan='{'forward [b]0-3[/b]; ' * 20}'"
 ANSWER = Answer(
     verdict="Fits: 3 tokens/s.",
@@ -112,9 +110,6 @@ def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(monkeypatch, capsys):
         run("roundpipe-probe", lambda arguments: Answer(data=float("nan"), form="json"))
     assert run("roundpipe-probe", lambda arguments: Answer(verdict=Path("no/such").read_text())) == 2
     assert "no/such" in capsys.readouterr().err
-
-
-# -- programs ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_stops_early_is_no_error():

@@ -105,9 +105,6 @@ class TestGpus:
         assert not list(Path().iterdir())
 
 
-# -- the file --------------------------------------------------------------------------------------------------------
-
-
 def test_the_file_gives_the_same_numbers(tmp_path):
     odd = replace(
         GPU, kernel_s=1.03e-05, hop_s=9.51e-05, issue_s=1.94e-06, upload=956e6, download=0.1 + 0.2,
@@ -117,9 +114,6 @@ def test_the_file_gives_the_same_numbers(tmp_path):
     file = tmp_path / "machine.yaml"
     file.write_text(this_machine.written(odd))
     assert read_hardware(file) == odd
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ def command(plan_command):
 def answer(command, *arguments):
     code, out, err = command(*arguments, "format=json")
     assert err == "" and code in (0, 1)
-    found = json.loads(out)
-    return found
+    return json.loads(out)
 
 
 def host(found):

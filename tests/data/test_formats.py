@@ -113,8 +113,6 @@ def test_a_text_beside_other_fields_is_not_read(tmp_path):
     assert shown(module(path)) == CHATTED
 
 
-# -- chat templates ----------------------------------------------------------------------------------------------------
-
 PLAIN_TEXT = "### User:\nthe\n\nab\n\n### Assistant:\nbe<end>\n\n"
 
 
@@ -142,9 +140,6 @@ def test_a_chat_template_from_a_file(tmp_path):
     path = write(tmp_path, "jsonl", [{"instruction": "the", "output": "be"}])
     assert shown(module(path, chat_template=template)) == "the <turn> [b] [e] [<turn>]"
     assert shown(module(path)) == CHATTED.replace(" Ċ Ċ ab", "")  # and not the tokens of another template
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_tables_name_the_record(tmp_path):

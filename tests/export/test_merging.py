@@ -50,8 +50,7 @@ def make_adapters(base, folder, config):
 
 def logits(model):
     with torch.no_grad():
-        found = model.eval()(TOKENS).logits
-        return found
+        return model.eval()(TOKENS).logits
 
 
 def load(folder, dtype="auto"):

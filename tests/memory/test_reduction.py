@@ -135,8 +135,7 @@ def _sum_of(rounds, reduction, times, adding_s):
         finally:
             slow.close()
             fast.close()
-    found = taken.unique().tolist()
-    return found
+    return taken.unique().tolist()
 
 
 @pytest.mark.parametrize("part", [None, 2**15], indirect=True)

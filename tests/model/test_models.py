@@ -108,8 +108,7 @@ def summary_of(monkeypatch, capfd, *arguments):
     monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
     monkeypatch.setattr(train, "_quiet", lambda: None)  # it takes over what pytest listens with
     train.main()
-    found = json.loads((Path(capfd.readouterr().out.splitlines()[-1]) / "summary.json").read_text())
-    return found
+    return json.loads((Path(capfd.readouterr().out.splitlines()[-1]) / "summary.json").read_text())
 
 
 pytestmark = pytest.mark.usefixtures("working_folder")

@@ -178,9 +178,6 @@ def test_an_unknown_form_is_refused():
         RoundPipeStrategy(optimizer_state="fp8")
 
 
-# -- one moment --------------------------------------------------------------------------------------------------------
-
-
 def test_bf16_rounds_without_bias_and_falls():
     packed = torch.full((2**16,), 1.0, dtype=torch.bfloat16)
     moment = Bf16Moment(packed, 1)

@@ -159,8 +159,7 @@ def maker(cls, options):
     def make(groups):
         given = {"lr": 0.01, **copy.deepcopy(options)}
         others = [{**group, "lr": 0.3 * given["lr"]} if "lr" in group else group for group in groups]
-        made = getattr(optim, cls)(others, **given)
-        return made
+        return getattr(optim, cls)(others, **given)
 
     return make
 

@@ -73,9 +73,6 @@ def test_bad_costs_are_refused_by_name(data, message):
         Costs.from_dict(data)
 
 
-# -- unequal workers -------------------------------------------------------------------------------------------------
-
-
 def test_unequal_workers_have_their_own_times_and_a_mean():
     costs = even(2).at_speeds([2, 0.5])
     assert [call.forward_s for call in costs.on(0)] == [0.5, 0.5]

@@ -71,8 +71,6 @@ def test_moments_are_the_owners():
     assert shared == alone
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
 TINY = ("model=tiny_llama", "hardware=rtx4090x2", "sequence_length=64", "microbatch_size=2", "search_seconds=0")
 
 

@@ -19,9 +19,6 @@ def shown(pages):
     return pages.between(pages.PAGE.read_text())
 
 
-# -- README.md ---------------------------------------------------------------------------------------------------------
-
-
 def what_fits():
     made = script("docs/make_what_fits.py")
     return made, [line for line in shown(made).splitlines() if re.match(r"\| [A-Z]", line)]
@@ -56,9 +53,6 @@ def test_figures_in_the_text_are_those_of_their_pages():
     assert f"median error {middle} %, worst {worst} %" in docs["estimates"]
     [(plan, low, high)] = re.findall(r"planned ([\d,]+), and ([\d,]+) to ([\d,]+) were measured", text)
     assert f"at {plan} tokens/s" in docs["gpu"] and f"({low} to {high} tokens/s" in docs["gpu"]
-
-
-# -- docs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

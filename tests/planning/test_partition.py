@@ -71,8 +71,6 @@ def made(costs, workers=4, microbatches=4, stage_bytes=None, stage_s=None):
     return str(plan)
 
 
-# -- the objective ---------------------------------------------------------------------------------------------------
-
 call_costs = st.builds(
     call,
     st.sampled_from(["a", "b", "c", "d", "e", "f", "g", "h"]),
@@ -105,17 +103,11 @@ def test_no_plan_of_the_family_is_better(calls, workers, microbatches, stage_byt
     assert (objective_s(plan, costs, workers, microbatches), len(plan.stages())) == best
 
 
-# -- what it decides -------------------------------------------------------------------------------------------------
-
-
 def test_golden_for_equal_layers():
     """A forward stage holds three times the layers of a backward stage, as recomputation makes backward three times."""
     assert made(even(12), workers=4, microbatches=16) == (
         "forward 0-1 2-4 5-7 8-10; fused 11; backward 10 9 8 7 6 5 4 3 2 1 0; round 16"
     )
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_call_that_fits_nowhere_is_named():
@@ -126,9 +118,6 @@ def test_call_that_fits_nowhere_is_named():
     )
     with pytest.raises(ValueError, match=message):
         greedy_partition(costs, 2, 2, stage_bytes=800)
-
-
-# -- odd cases -------------------------------------------------------------------------------------------------------
 
 
 def test_stages_of_a_given_length():

@@ -168,9 +168,6 @@ def test_a_descent_goes_on_from_each_better_plan_and_judges_so_many():
     assert descent(Plan.single(1, 9), judge, near, 3) == Plan.single(1, 7)
 
 
-# -- unequal workers -------------------------------------------------------------------------------------------------
-
-
 def tokens_a_second(costs, workers, staleness, hop_s):
     """In microbatches; the plan is searched for, and judged by the full simulation."""
     microbatches, host = 64, HostTime(hop_s=hop_s)

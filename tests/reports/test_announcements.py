@@ -22,9 +22,6 @@ BATCHES = zoo.make_batches("mlp", 4, samples=7)
 NUMBER = sum(p.numel() for p in MLP.parameters())
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-
 def test_what_will_happen_and_then_the_plan(said):
     """Two lines, whatever the number of steps."""
     result = run(ours(num_microbatches=3), MLP, BATCHES, devices=2)
@@ -72,9 +69,6 @@ def test_host_memory_counts_what_the_optimizer_will_keep(optimizer, copies):
     assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)
 
 
-# -- clamped settings --------------------------------------------------------------------------------------------------
-
-
 def test_a_budget_that_is_more_than_the_device():
     with pytest.warns(
         RoundPipeWarning, match=r"^roundpipe: memory_budget=1.0 GiB is more than the 512 KiB that a device"
@@ -83,9 +77,6 @@ def test_a_budget_that_is_more_than_the_device():
             ours(num_microbatches=2, memory_budget="1GiB", emulation={"memory": "512KiB"}), MLP, BATCHES[:2], devices=2
         )
     assert result.report is not None and result.report["planned_device_bytes"] <= 512 * 1024
-
-
-# -- printed -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_strategy_prints_its_settings_devices_state_and_plan():

@@ -128,9 +128,6 @@ def test_an_interval_that_is_none_is_refused(value):
         RoundPipeMonitor(every_n_steps=value)
 
 
-# -- what steps wait for -----------------------------------------------------------------------------------------------
-
-
 def known(**changes):
     """A step that ran exactly as the simulator says."""
     planned = replay(step_report())

@@ -79,16 +79,10 @@ def is_picture(path, least_width=1000):
     return head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") >= least_width
 
 
-# -- the picture -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [{}, TINY], ids=["a step", "very little"])
 def test_picture_of_a_step(size, tmp_path):
     draw_steps({"A step": synthetic(**size)}, tmp_path / "step.png")
     assert is_picture(tmp_path / "step.png")
-
-
-# -- the trace -------------------------------------------------------------------------------------------------------
 
 
 def test_trace_holds_every_event(tmp_path):

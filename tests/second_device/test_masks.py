@@ -52,8 +52,7 @@ def _model(family, attention):
     if family == "t5":
         return T5ForConditionalGeneration(config)
     made = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
-    model = made.from_config(config, attn_implementation=attention)
-    return model
+    return made.from_config(config, attn_implementation=attention)
 
 
 def _inputs(family, masked):

@@ -77,9 +77,6 @@ def overriding(base, *hooks, away=None, **names):
     return kind() if base is not callbacks.EarlyStopping else kind("loss")
 
 
-# -- the user's callbacks ----------------------------------------------------------------------------------------------
-
-
 def test_a_users_callback_looks():
     for hook in HOOKS:
         assert looks(overriding(Callback, hook)) == {hook: "callback Mine"}
@@ -113,9 +110,6 @@ def test_callbacks_of_the_packaged_job_are_passive():
             assert getattr(CausalLM, hook, None) is getattr(pl.LightningModule, hook, None)
 
 
-# -- modules, data modules, schedulers ---------------------------------------------------------------------------------
-
-
 def test_an_overridden_hook_of_the_module_looks():
     for hook in (h for h in EVERY if hasattr(pl.LightningModule, h)):
         assert looks(module=overriding(Plain, hook)) == {hook: "Mine"}
@@ -145,9 +139,6 @@ def test_schedulers_that_are_not_torchs_count(scheduler, found):
     assert looks(module=Scheduled()) == found
     assert looks(module=overriding(Scheduled, away=("lr_scheduler_step",))) == {}
     assert needs(module=Scheduled()) is None
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_callback_within_the_step_needs_gradients():
