@@ -110,14 +110,6 @@ class FaultyBlock(nn.Module):
         return x + PassBackward.apply(h, samples, f"{self.name} backward")  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _hook_around(module: nn.Module, args: Any, output: Any) -> None:
-    PLANTED("hook around", args[1])
-
-
-def _hook_inside(module: nn.Module, args: Any, output: Any) -> None:
-    PLANTED("hook inside")
-
-
 class FaultyNet(nn.Module):
     """Places ``between 0`` after block 0, and so on; ``hook around`` block 1, and ``hook inside`` block 2."""
 
@@ -126,8 +118,8 @@ class FaultyNet(nn.Module):
         self.stem = nn.Linear(8, WIDTH)
         self.blocks = nn.ModuleList(FaultyBlock(i) for i in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 5)
-        self.blocks[1].register_forward_hook(_hook_around)
-        self.blocks[2].inner.register_forward_hook(_hook_inside)
+        self.blocks[1].register_forward_hook(lambda module, args, output: PLANTED("hook around", args[1]))
+        self.blocks[2].inner.register_forward_hook(lambda *_: PLANTED("hook inside"))
 
     def forward(self, x: Tensor, samples: Tensor) -> Tensor:
         h = self.stem(x)

@@ -5,7 +5,6 @@ Losses that are means over samples also equal those of the whole batch, which is
 
 import collections
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -218,10 +217,6 @@ ELEMENTS = {
 }
 
 
-def collate(rows, element, size):
-    return Microbatches([element(part) for part in torch.stack(rows).split(size)])
-
-
 @DEVICES
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("kind", ELEMENTS)
@@ -230,7 +225,7 @@ def test_microbatches_from_collate(devices, kind, window):
     element, read = ELEMENTS[kind]
     read_double = lambda part: read(part).double()  # noqa: E731
     plain = train(PLAIN, lambda: Net(read_double), batches([2] * 12, element), accumulate_grad_batches=3 * window)
-    function = functools.partial(collate, element=element, size=2)
+    function = lambda rows: Microbatches([element(part) for part in torch.stack(rows).split(2)])  # noqa: E731
     loader = lambda: DataLoader(list(samples(24)), batch_size=6, collate_fn=function)  # noqa: E731
     given = train(devices, lambda: Net(read_double), loader, accumulate_grad_batches=window)
     assert_equal(weights(plain), weights(given), "weights", rtol=1e-5)

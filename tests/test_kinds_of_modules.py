@@ -50,10 +50,6 @@ def scripts(path, way):
     return configure_model
 
 
-def traced(module):
-    return torch.jit.trace(module, torch.ones(2, WIDTH))
-
-
 def with_graph_modules(self):
     for index, block in enumerate(self.blocks):
         self.blocks[index] = torch.fx.symbolic_trace(block)

@@ -41,10 +41,6 @@ class Block(nn.Module):
         return x + self.out(torch.tanh(self.inner(x)))
 
 
-def tower(inside, outside):
-    return nn.Sequential(Linear(inside, 8), Block(), Block(), Linear(8, outside))
-
-
 class Low:
     """A module that computes in low precision by hand, if it is told to."""
 
@@ -80,7 +76,11 @@ class Low:
 class Manual(Low, test_manual.Manual):
     def __init__(self, step, make=None):
         super().__init__(step, make)
-        self.trunk, self.one, self.two = tower(6, 8), Linear(8, 1), Linear(8, 1)
+        self.trunk, self.one, self.two = (
+            nn.Sequential(Linear(6, 8), Block(), Block(), Linear(8, 8)),
+            Linear(8, 1),
+            Linear(8, 1),
+        )
 
     def losses(self, batch):
         hidden = self.trunk(batch)

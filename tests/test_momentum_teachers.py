@@ -78,16 +78,12 @@ def check(module, devices):
     assert_same(plain, run(ours(num_microbatches=1), module, batches, devices=devices))
 
 
-def built(update, order):
-    return Distilled(update, order)
-
-
 @pytest.mark.parametrize(
     ("update", "order"), [("set data", "ust"), ("write data", "sut"), ("lists", "stu"), ("state", "tust")]
 )
 def test_a_teacher(update, order):
     """Of which the first layer is on its way to the worker already where the update comes between the calls."""
-    check(built(update, order), 1)
+    check(Distilled(update, order), 1)
 
 
 class Projected(zoo.PlainClassifier):

@@ -62,10 +62,6 @@ def assert_losses_close(plain, other, tolerance=1e-4):
         assert gap <= tolerance, f"step {step}: loss {float(b):.7g} instead of {float(a):.7g}, off by {gap:.2g}"
 
 
-def is_apart(strategy):
-    return bool(strategy._stepping.asynchronous)
-
-
 class Apart(pl.Callback):
     """Whether the optimizer was stepped on its own thread, and never waited for at the end of a batch."""
 
@@ -75,7 +71,7 @@ class Apart(pl.Callback):
         self.seen = set()
 
     def on_train_batch_end(self, trainer, *_):
-        self.seen.add(is_apart(trainer.strategy))
+        self.seen.add(bool(trainer.strategy._stepping.asynchronous))
 
 
 # ------------------------------------------------------------------------------------------------------- staleness 0

@@ -195,11 +195,6 @@ def rows():
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
 
 
-def made(name):
-    """A module in a format, or with quantised experts."""
-    return with_experts("qwen3_moe") if name == "packed experts" else task(name)
-
-
 @pytest.mark.parametrize(
     "make",
     [Own, functools.partial(Own, quantised=False), functools.partial(Own, code=True)],
@@ -264,7 +259,7 @@ def test_the_module_is_left_as_it_was(tmp_path):
 @pytest.mark.parametrize("name", ["int8", "packed experts"])
 def test_resumes_from_a_checkpoint(name, tmp_path):
     """Plain Lightning calls the scales in its own checkpoint unexpected."""
-    module, data = made(name), batches()
+    module, data = (with_experts("qwen3_moe") if name == "packed experts" else task(name)), batches()
     whole = trained(module, data=data * 2)
     trainer = trainer_of(ours(num_microbatches=2), devices=2)
     trainer.fit(copy.deepcopy(module), loader(data))

@@ -86,19 +86,15 @@ def give_a_neighbour(self, net):
     net.blocks[1].aux = [net.blocks[0]]
 
 
-def calls_its_neighbour(self, x):
-    return Block.forward(self, x) + (self.aux[0](x) if self.aux else 0)
-
-
-def reads_its_neighbour(self, x):
-    return Block.forward(self, x) + (self.aux[0].inner.weight.sum() if self.aux else 0)
-
-
 trap(
     "a layer calls another", "'model.blocks.0' was called by code inside layer 'model.blocks.1'",
-    forward=calls_its_neighbour, arrange=give_a_neighbour,
+    forward=lambda self, x: Block.forward(self, x) + (self.aux[0](x) if self.aux else 0), arrange=give_a_neighbour,
 )(in_turn)  # fmt: skip
-trap("a layer reads another's weights", forward=reads_its_neighbour, arrange=give_a_neighbour)(in_turn)
+trap(
+    "a layer reads another's weights",
+    forward=lambda self, x: Block.forward(self, x) + (self.aux[0].inner.weight.sum() if self.aux else 0),
+    arrange=give_a_neighbour,
+)(in_turn)
 
 
 def quantise(self, net):

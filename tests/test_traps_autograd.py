@@ -197,12 +197,12 @@ def doubles_grad(parameter):
     parameter.grad.mul_(2)
 
 
-def halve(parameter):
-    parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-
-
 for late in (False, True):
-    trap(f"hooks on parameters, late={late}", arrange=on_parameters(halve), late=late)(in_turn)
+    trap(
+        f"hooks on parameters, late={late}",
+        arrange=on_parameters(lambda p: p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))),
+        late=late,
+    )(in_turn)
 trap(
     "hooks on parameters when gradients are there",
     arrange=on_parameters(lambda p: p.register_post_accumulate_grad_hook(doubles_grad)),

@@ -35,11 +35,10 @@ def slow_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     return (total * weight).expand_as(x).clone(), (total * x.sum()).reshape(1)
 
 
-def _backward(ctx, grad):
-    return slow_gradient(grad, *ctx.saved_tensors)
-
-
-slow_product.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+slow_product.register_autograd(
+    lambda ctx, grad: slow_gradient(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 register_flop_formula(torch.ops.roundpipe_tests.slow_product)(lambda *_, **__: 1)
 
 

@@ -88,14 +88,17 @@ class Asked(pl.Callback):
         self.living.append(sum(storage() is not None for storage in self._storages))
 
 
-def batches(count=5):
-    return list(torch.randn(count, 4, SIZE, generator=torch.Generator().manual_seed(1)))
-
-
 def fit(asked, module, *callbacks, **options):
     settings = {"num_microbatches": 2 if module.automatic_optimization else 1, "layers": ["Linear"]}
     used = ours(**settings, **options.pop("strategy", {}))
-    run(used, module, batches(), callbacks=[asked, *callbacks], watch=False, **options)
+    run(
+        used,
+        module,
+        list(torch.randn(5, 4, SIZE, generator=torch.Generator().manual_seed(1))),
+        callbacks=[asked, *callbacks],
+        watch=False,
+        **options,
+    )
 
 
 @pytest.fixture

@@ -60,10 +60,6 @@ def _changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[User], Any]:
     return way
 
 
-def _other_model(user: User) -> None:
-    user.fit(ckpt_path=user.checkpoint(zoo.make_module("llama"), zoo.make_batches("llama", 1)))
-
-
 def _other_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[User], Any]:
     def way(user: User) -> None:
         before = zoo.make_module("mlp")
@@ -88,7 +84,8 @@ CHECKPOINTS = [
         (_saved(lambda: zoo.make_module("mlp").state_dict()), _saved(lambda: torch.ones(3)), _saved(lambda: [1, 2]))),
     Mistake(SECTION, "the checkpoint of another model", "ckpt_path: the checkpoint is of another model than this …",
         "Build the model that it was saved from, or set module.strict_loading=False",
-        (_other_model, _changed(lambda c: c["state_dict"].pop("model.head.weight")))),
+        (lambda user: user.fit(ckpt_path=user.checkpoint(zoo.make_module("llama"), zoo.make_batches("llama", 1))),
+         _changed(lambda c: c["state_dict"].pop("model.head.weight")))),
     Mistake(SECTION, "the checkpoint of another optimizer",
         "ckpt_path: the checkpoint's optimizer state does not fit …",
         "Make the same optimizer and groups in configure_optimizers(), or take only the weights",
@@ -140,10 +137,6 @@ def _nothing(folder: Path) -> None:
 
 def _shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*.safetensors"))
-
-
-def _shorten_shard(number: int, length: int) -> Callable[[Path], Any]:
-    return lambda folder: _shorten(_shards(folder)[number].name, length)(folder)
 
 
 def _one_file(user: User) -> Pretrained:
@@ -267,7 +260,7 @@ MODELS = [
     Mistake(SECTION, "`model.weights` with files that are missing, empty, cut short or broken",
         "model.weights='…': … cannot be read", "repair: copy or download the folder again",
         (
-            _weights(_shorten_shard(1, 1500)),
+            _weights(lambda folder: _shorten(_shards(folder)[1].name, 1500)(folder)),
             _weights(lambda folder: _shards(folder)[1].unlink()),
             _weights(_shorten("model.safetensors.index.json", 20)),
             _weights(lambda folder: (folder / "model.safetensors.index.json").unlink()),

@@ -20,10 +20,6 @@ SETTINGS = {
 }
 
 
-def tiny():
-    return from_config("llama", **SETTINGS)
-
-
 def logits(loaded):
     with torch.no_grad():
         return loaded.model.eval()(torch.arange(8)[None]).logits
@@ -109,7 +105,7 @@ def test_a_package_gives_a_packed_model(package):
 @pytest.fixture
 def shards(tmp_path):
     """A model in several files, in bf16."""
-    tiny().model.bfloat16().save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+    from_config("llama", **SETTINGS).model.bfloat16().save_pretrained(tmp_path / "shards", max_shard_size="4KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
     return tmp_path / "shards"
 

@@ -169,13 +169,13 @@ def assert_as_plain(model, callback=pl.Callback, window=1):
     batches = zoo.make_batches("mlp")
     module = zoo.PlainClassifier(model)
     options = {"callbacks": [callback()], "accumulate_grad_batches": window}
-    layers = [kind for kind in ("Holding", "ResidualBlock", "Linear") if _has(model, kind)]
+    layers = [
+        kind
+        for kind in ("Holding", "ResidualBlock", "Linear")
+        if any(type(m).__name__ == kind for m in model.modules())
+    ]
     plain = run("auto", module, batches, **options)
     assert_same(plain, run(ours(layers=layers), module, batches, devices=2, **options))
-
-
-def _has(model, kind):
-    return any(type(m).__name__ == kind for m in model.modules())
 
 
 @pytest.mark.parametrize("kind", ["bound method", "partial", "named tuple", "lambda", "inner hook"])

@@ -16,12 +16,12 @@ from lightning_roundpipe.planning.updates import UpdateModel
 MB = 10**6
 
 
-def call(layer, gradients, needs_backward=True):
-    return CallCost(layer, 1.0, 2.0, gradients // 2, gradients, 0, 0, needs_backward)
-
-
 def costs_of(*gradients):
-    return Costs(tuple(call(f"layers.{number}", size) for number, size in enumerate(gradients)))
+    return Costs(
+        tuple(
+            CallCost(f"layers.{number}", 1.0, 2.0, size // 2, size, 0, 0, True) for number, size in enumerate(gradients)
+        )
+    )
 
 
 def test_a_step_of_two_layers_by_hand():

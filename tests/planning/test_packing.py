@@ -21,10 +21,6 @@ def counted(layer, rows=8):
     return counter.work
 
 
-def linear():
-    return nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
-
-
 def four_bits(**options):
     layer = bnb.nn.Linear4bit(64, 48, compute_dtype=torch.bfloat16, **options).to(torch.bfloat16)
     return layer.to("cpu").requires_grad_(False)
@@ -32,7 +28,10 @@ def four_bits(**options):
 
 def test_products_of_four_bit_weights_are_counted_as_those_of_the_copies():
     """bitsandbytes' products are operations of its own, of which torch's registry counts nothing."""
-    layer, plain = four_bits(quant_type="nf4", compress_statistics=True), linear()
+    layer, plain = (
+        four_bits(quant_type="nf4", compress_statistics=True),
+        nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False),
+    )
     for mode in (True, False):
         one, other = counted(layer.train(mode)), counted(plain.train(mode))
         assert one.flops == other.flops == (2 if mode else 1) * 2 * 8 * 64 * 48

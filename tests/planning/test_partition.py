@@ -10,14 +10,10 @@ from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.partition import partition_within, pipeline_length
 
 
-def longest_s(plan, costs):
-    return max(costs.stage_time_s(stage.first, stage.last, stage.phase) for stage in plan.stages())
-
-
 def objective_s(plan, costs, workers, microbatches):
     stages = len(plan.stages())
     length = pipeline_length(stages, workers, microbatches)
-    return length * longest_s(plan, costs)
+    return length * max(costs.stage_time_s(stage.first, stage.last, stage.phase) for stage in plan.stages())
 
 
 def counted_length(stages, workers, microbatches):

@@ -52,7 +52,7 @@ def _register() -> Any:
     built.played_register()
     aten = torch.library.Library("aten", "IMPL")
     for name in _VIEWS:
-        kernel = functools.partial(_on_storage, getattr(torch.ops.aten, name).default)
+        kernel = functools.partial(getattr(torch.ops.aten, name).default.redispatch, _KEYS)
         aten.impl(name, kernel, "PrivateUse1")
     for name, kernel in _KERNELS.items():
         aten.impl(name, kernel, "PrivateUse1")
@@ -282,10 +282,6 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 """Operations whose indices may be on the host. They are brought to the device first, out of pageable memory."""
 
 
-def _on_storage(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op.redispatch(_KEYS, *args, **kwargs)
-
-
 def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Every operation that has no kernel and is not composed of others: on the CPU, in place of a GPU's."""
     name = op._schema.name.removeprefix("aten::")
@@ -423,10 +419,6 @@ def _copy(to: Tensor, of: Tensor, non_blocking: bool = False) -> Tensor:
     return to
 
 
-def _copy_from(of: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
-    return _copy(to, of, non_blocking)
-
-
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """The CPU's takes no generator."""
     if train is False or not p:
@@ -447,10 +439,6 @@ def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     return tensor
 
 
-def _set_storage(tensor: Tensor, *args: Any) -> Tensor:
-    return _SET.redispatch(_KEYS, tensor, *args)
-
-
 def _set_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     return _SET.redispatch(_KEYS, tensor, storage, 0, [storage.nbytes() // tensor.element_size()], [1])
 
@@ -459,10 +447,6 @@ def _set_to(tensor: Tensor, source: Tensor) -> Tensor:
     return _SET.redispatch(
         _KEYS, tensor, source.untyped_storage(), source.storage_offset(), source.size(), source.stride()
     )
-
-
-def _convolution(*args: Any) -> Tensor:
-    return _compute(torch.ops.aten.convolution.default, *args)
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Any:
@@ -516,20 +500,16 @@ def _gru_cell_backward(grad: Tensor, kept: Tensor, has_bias: bool) -> Any:
     return of_input, of_hidden, grad * z, *biases
 
 
-def _choose_attention(*args: Any, **kwargs: Any) -> int:
-    return 0  # out of products and a softmax
-
-
 _KERNELS: dict[str, Callable[..., Any]] = {
     "copy_": _copy,
-    "_copy_from": _copy_from,
+    "_copy_from": lambda of, to, non_blocking=False: _copy(to, of, non_blocking),
     "native_dropout": _native_dropout,
     "resize_": _resize,
-    "set_.source_Storage_storage_offset": _set_storage,
+    "set_.source_Storage_storage_offset": functools.partial(_SET.redispatch, _KEYS),
     "set_.source_Storage": _set_whole_storage,
     "set_.source_Tensor": _set_to,
-    "_fused_sdp_choice": _choose_attention,
-    "convolution_overrideable": _convolution,
+    "_fused_sdp_choice": lambda *args, **kwargs: 0,  # out of products and a softmax
+    "convolution_overrideable": functools.partial(_compute, torch.ops.aten.convolution.default),
     "convolution_backward_overrideable": _convolution_backward,
     "histc": _histc,
     "_thnn_fused_gru_cell": _gru_cell,

@@ -127,16 +127,16 @@ def without(owner, name):
     return lambda patch: patch.setattr(owner, name, lambda *_: None)
 
 
-def _without_products_wait(patch):
-    take_out(patch, "engine.carrying:download_parts", "stream.wait(home.compute.record())")
-
-
 MUTATIONS = {
     "outputs do not wait for compute": (without_wait("activations_down", "compute"), "cut", "idle"),
     "arrivals do not wait for memory": (without_wait("arrivals_up", "compute"), "carrying", "newest first"),
     "arrivals do not wait for another worker": (without_wait("arrivals_up", "activations_down"), "cut", "idle"),
     "chunks do not wait for each other": (without_wait("weights_up", "weights_up"), "cut", "idle"),
-    "products do not wait for compute": (_without_products_wait, "carrying", "idle"),
+    "products do not wait for compute": (
+        lambda patch: take_out(patch, "engine.carrying:download_parts", "stream.wait(home.compute.record())"),
+        "carrying",
+        "idle",
+    ),
     "copies do not keep their memory": (without(CudaStream, "keep"), "cut", "idle"),
     "compute does not keep memory": (without(CudaDevice, "free_after_compute"), "cut", "newest first"),
     "the host does not wait": (without(CudaEvent, "wait"), "cut", "idle"),

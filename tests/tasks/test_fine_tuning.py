@@ -21,15 +21,11 @@ def run(monkeypatch, capfd, *arguments):
     return out, json.loads((Path(out.splitlines()[-1]) / "summary.json").read_text())
 
 
-def header(out):
-    return dict(re.findall(r"^(\w+) +(.*)$", out.partition("Validation")[0], re.MULTILINE))
-
-
 @pytest.mark.slow
 def test_the_first_lines_say_what_will_happen(monkeypatch, capfd):
     given = ["experiment=random_tokens", "lora=all_linear", "lora.r=2", "trainer.max_steps=1", "prompt=null"]
     out, _ = run(monkeypatch, capfd, *given)
-    said = header(out)
+    said = dict(re.findall(r"^(\w+) +(.*)$", out.partition("Validation")[0], re.MULTILINE))
     assert said["run"] == "random_tokens"
     assert said["model"] == "a random llama"
     found = re.fullmatch(r"([\d,]+) of ([\d,]+) trained \(([\d.]+) %\): LoRA, rank 2", said["parameters"])
