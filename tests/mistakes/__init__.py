@@ -1,7 +1,5 @@
 """What users get wrong, in one table, with the ways to get it wrong: the rows of the page of ``docs/errors.md``."""
 
-from __future__ import annotations
-
 from mistakes.commands import COMMANDS
 from mistakes.data import DATA
 from mistakes.files import CHECKPOINTS, MODELS
