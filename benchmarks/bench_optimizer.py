@@ -106,9 +106,9 @@ class Engine:
         self._updates.offer(batch)
         self._optimizer = optimizer
         first = not self._updates.begun  # `submit` waits for it
-        self._came = (lambda: None) if first else lambda: readiness.set_read(())
+        self._came = (lambda: None) if first else lambda: readiness.forward_ended(())
         if first:
-            readiness.set_read(())
+            readiness.forward_ended(())
         self._updates.submit(None)
 
     def finish(self) -> None:

@@ -25,8 +25,7 @@ from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.emulated import make_emulated
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 WIDTH, BLOCKS = 8, 4
 CALLS = BLOCKS + 2
@@ -114,8 +113,7 @@ class Network(nn.Module):
             h = mined(h, self.fuse, "user code backward")
         out = self.head(h)
         self.fuse("loss")
-        loss = out.square().mean() + 0.1 * extra
-        return loss
+        return out.square().mean() + 0.1 * extra
 
 
 class FusedSGD(torch.optim.SGD):

@@ -34,5 +34,4 @@ def train(folder, *overrides):
 
 def logits(model):
     with torch.no_grad():
-        found = model.eval()(TOKENS).logits
-        return found
+        return model.eval()(TOKENS).logits

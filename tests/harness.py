@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe.engine import planner as engine_planner
-from lightning_roundpipe.planning.memory import arena_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds
 
 Gradients = dict[str, Tensor | None]
 
@@ -156,8 +156,7 @@ class WatchGradients(pl.Callback):
 def callback(*, passive=False, **hooks):
     """A callback with these ``hooks``; ``passive`` is its ``roundpipe_passive_hooks``."""
     methods = {name: staticmethod(function) for name, function in hooks.items()}
-    made = type("Own", (pl.Callback,), {"roundpipe_passive_hooks": passive, **methods})()
-    return made
+    return type("Own", (pl.Callback,), {"roundpipe_passive_hooks": passive, **methods})()
 
 
 def save_at(step, path):
@@ -438,7 +437,7 @@ def arenas_of(share):
     real = planner.reserved_within
 
     def reserved(plan, costs, workers, *args):
-        least, most = arena_bytes(plan, costs, workers)
+        least, most = WorkerNeeds(plan, costs, workers).arena
         made = real(plan, costs, workers, *args)
         return made._replace(arena=least + int(share * (most - least)))
 

@@ -49,8 +49,7 @@ class Tuned(pl.LightningModule):
         self.model, self.optimizer = model.train(), optimizer
 
     def training_step(self, batch, batch_idx):
-        loss = self.model(**batch, use_cache=False).loss
-        return loss
+        return self.model(**batch, use_cache=False).loss
 
     def configure_optimizers(self):
         return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=1e-3)

@@ -206,8 +206,7 @@ class Broad(pl.LightningModule):
         self.model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
 
     def training_step(self, batch, batch_idx):
-        loss = self.model(batch).square().mean()
-        return loss
+        return self.model(batch).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -261,8 +260,7 @@ class Counting(pl.LightningModule):
         self.log("everyones", batch[:, 0].mean(), on_epoch=True, sync_dist=True)
         self.mean(batch[:, 0])
         self.log("metric", self.mean, on_step=False, on_epoch=True)
-        loss = self.model(batch).square().mean()
-        return loss
+        return self.model(batch).square().mean()
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
         (self.seen if self.training else self.validated).extend(batch[:, 0].tolist())
@@ -273,8 +271,7 @@ class Counting(pl.LightningModule):
 
     def predict_step(self, batch, batch_idx):
         self.model(batch)
-        gathered = self.all_gather(batch[:, 0])  # each batch with the other machine's of the same number
-        return gathered
+        return self.all_gather(batch[:, 0])  # each batch with the other machine's of the same number
 
     def on_train_start(self):
         strategy = self.trainer.strategy

@@ -70,5 +70,4 @@ def made(kind):
 
 def make(**methods):
     """A ``Net`` with other methods."""
-    found = made(type("Net", (Net,), methods))
-    return found
+    return made(type("Net", (Net,), methods))

@@ -26,7 +26,7 @@ from torch import nn
 from lightning_roundpipe.devices.ledger import Ledger
 from lightning_roundpipe.engine import report as engine_report
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ahead_bytes, arena_bytes, device_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 CALLS = 6
@@ -91,8 +91,7 @@ class Network(nn.Module):
             h = h + 0.1 * self.twice(h, keep)
         if not skips:
             h = self.last(h, keep)  # 4
-        out = self.head(h)  # 5
-        return out
+        return self.head(h)  # 5
 
 
 class UserCode:
@@ -336,9 +335,9 @@ def _enough(case, easy):
         return easy.peak
     largest = [max(map(len, parts_of(size, case.microbatches))) for size in case.sizes]
     plan, made = Plan.parse(case.plan), Costs.from_dict(costs)
-    least, most = arena_bytes(plan, made, case.devices)
+    least, most = WorkerNeeds(plan, made, case.devices).arena
     need = device_bytes(plan, made, case.devices) + int(case.arena * (most - least))
-    need += ahead_bytes(plan, made, case.devices)
+    need += WorkerNeeds(plan, made, case.devices).ahead
     return math.ceil(need * max(largest) / largest[0])
 
 

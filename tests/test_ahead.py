@@ -12,7 +12,8 @@ from test_overlap import BATCHES, Gate, Gated, Layer
 from torch import nn
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.memory import ahead_within, device_bytes, device_items
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan
 
 PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 2")
@@ -85,10 +86,10 @@ def test_the_plan_says_so_where_there_is_room():
     alone, stage = arena + 1000, arena + 2000
     assert device_bytes(PLAN, costs, 2) == alone
     assert device_bytes(AHEAD, costs, 2) == stage
-    assert ahead_within(PLAN, costs, 2, None) == ahead_within(PLAN, costs, 2, stage) == AHEAD
-    assert ahead_within(PLAN, costs, 2, stage - 1) == PLAN
-    assert sum(item.nbytes for item in device_items(AHEAD, costs, 2, stage)) == stage
-    assert ahead_within(Plan.single(4), costs, 2, None) == Plan.single(4)
+    assert all(Problem.usual(costs, 2, 2, memory).ahead(PLAN) == AHEAD for memory in (None, stage))
+    assert Problem.usual(costs, 2, 2, stage - 1).ahead(PLAN) == PLAN
+    assert sum(item.nbytes for item in WorkerNeeds(AHEAD, costs, 2).items(stage)) == stage
+    assert Problem.usual(costs, 2, 2).ahead(Plan.single(4)) == Plan.single(4)
 
 
 class Between(Learner, optimizer=torch.optim.AdamW, lr=0.02):

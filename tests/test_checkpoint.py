@@ -148,6 +148,25 @@ def test_state_that_is_read_within_a_batch_changes_nothing(at, windows, saves, t
         assert_identical(undisturbed, result)
 
 
+def test_saving_within_a_window_leaves_updates_one_step_late(tmp_path):
+    """The next step had all updates instead. A resumed run differed, as `ModelCheckpoint` saves again at its first
+    batch.
+    """
+
+    class Saves(pl.Callback):
+        roundpipe_passive_hooks = True
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    batches, options = zoo.make_batches("llama", 1) * 8, {"strategy_options": {"staleness": 1}}
+    undisturbed = train(OURS, fresh(), batches, accumulate_grad_batches=2, **options)
+    result = train(OURS, fresh(), batches, accumulate_grad_batches=2, callbacks=[Saves()], **options)
+    assert (tmp_path / "within.ckpt").exists()
+    assert_identical(undisturbed, result)
+
+
 class HandlesSignals(pl.Callback):
     """Reads weights and saves in the handler of a signal. ``batch`` is the number of the batch."""
 

@@ -51,9 +51,6 @@ SUBSTITUTIONS = {
     r"model=qwen3_32b (.*model\.weights=)Qwen/Qwen3-32B": r"model=tiny_qwen3_32b model.vocab_size=512 "
     r"\1models/Qwen3-32B trainer.max_steps=2 data.sequence_length=64",
     r"(model=hub model\.name=models/.*)": rf"\1 {FEW} data.sequence_length=64",
-    r"model=llama3_1_8b model\.hidden_size=2048 model\.intermediate_size=8192\s+model\.num_hidden_layers=16": (
-        "model=llama3_1_8b model.hidden_size=64 model.intermediate_size=128 model.num_hidden_layers=4"
-    ),
     # Less of the same: whether it trains is seen in two steps.
     r"(experiment=tiny(?!.*max_steps)[^|]*?)(?=$| \|)": rf"\1 {FEW}",
     r"(experiment=smollm2_\w+(?!.*sequence_length)[^|]*max_steps[^|]*)": r"\1 data.sequence_length=64",

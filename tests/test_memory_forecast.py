@@ -22,7 +22,7 @@ from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.memory.in_flight import InFlight
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.crossing import tensor_bytes
-from lightning_roundpipe.planning.memory import boundary_bytes, device_bytes, planned_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, boundary_bytes, device_bytes
 
 WITHIN = 0.05
 REPORTS = []
@@ -83,7 +83,7 @@ def test_two_workers_hold_no_more_than_planned_and_what_is_certain():
     assert max(shares) <= 1.0
     report = last_report()
     plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
-    alone = planned_bytes(replace(plan, round_microbatches=1), costs, 2, None)  # none waits
+    alone = WorkerNeeds(replace(plan, round_microbatches=1), costs, 2).planned(None)  # none waits
     assert min(shares) * report["planned_device_bytes"] >= (1 - WITHIN) * alone
 
 

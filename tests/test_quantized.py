@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.engine.uploads import WeightUploads
+from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
@@ -213,7 +213,7 @@ def uploads(module, monkeypatch):
     """Bytes of each layer's uploads, and the ids of the states that workers have computed with."""
     sent = {}
     states = set()
-    real, product = WeightUploads._upload, bnb.matmul_4bit
+    real, product = SlotMemory._upload, bnb.matmul_4bit
 
     def upload(self, slot, layer, *args):
         sent[layer.name] = layer.weights.nbytes
@@ -223,7 +223,7 @@ def uploads(module, monkeypatch):
         states.add(id(quant_state))
         return product(x, packed, quant_state, **kwargs)
 
-    monkeypatch.setattr(WeightUploads, "_upload", upload)
+    monkeypatch.setattr(SlotMemory, "_upload", upload)
     monkeypatch.setattr(bnb, "matmul_4bit", matmul)
     trained(module, plan=PLAN)
     return sent, states

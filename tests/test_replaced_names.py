@@ -15,18 +15,22 @@ def imported(tree):
             found |= {(a.asname or a.name.partition(".")[0]): a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {(a.asname or a.name): f"{node.module}.{a.name}" for a in node.names}
-    return {name: full for name, full in found.items() if not full.startswith("lightning_roundpipe")}
+    found = {name: full for name, full in found.items() if not full.startswith("lightning_roundpipe")}
+    for node in ast.walk(tree):  # names that an annotation hides from the type checker
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found.update((node.target.id, full) for full in full_names(node.value, found))
+    return found
 
 
-def names(target, known):
-    """Yield the attributes of imported objects in a target of an assignment."""
-    if isinstance(target, ast.Tuple):
-        for part in target.elts:
-            yield from names(part, known)
-    elif isinstance(target, ast.Attribute):
-        root, _, rest = ast.unparse(target).partition(".")
+def full_names(value, known):
+    """Yield the imported objects, and their attributes, in an expression."""
+    if isinstance(value, ast.Tuple):
+        for part in value.elts:
+            yield from full_names(part, known)
+    elif isinstance(value, (ast.Attribute, ast.Name)):
+        root, _, rest = ast.unparse(value).partition(".")
         if root in known and "(" not in rest:
-            yield f"{known[root]}.{rest}"
+            yield f"{known[root]}.{rest}".rstrip(".")
 
 
 def test_replaced_names_are_documented():
@@ -37,8 +41,12 @@ def test_replaced_names_are_documented():
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    found.update(names(target, known))
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "replaced":
+                    found.update(full_names(target, known) if not isinstance(target, ast.Name) else ())
+            elif not isinstance(node, ast.Call):
+                continue
+            elif isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+                found.update({*full_names(node.func.value, known)} - {"os.environ"})
+            elif isinstance(node.func, ast.Name) and node.func.id == "replaced":
                 owner = ast.unparse(node.args[0])
                 found.update(f"{known.get(owner, owner)}.{keyword.arg}" for keyword in node.keywords if keyword.arg)
     page = (ROOT / "docs" / "engine.md").read_text().partition("## What is replaced in other libraries")[2]

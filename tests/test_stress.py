@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from stress import CALLS, NO_GRADIENTS, Case, check, train
 
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 # Not shrunk: what fails may depend on timing, and an example is small enough to be read as it is.
 LOOKING = (Phase.explicit, Phase.reuse, Phase.generate)

@@ -185,6 +185,20 @@ for kind, hook in HOOKS.items():
     trap(f"{kind} hooks inside layers, late", arrange=on_each(lambda block: block.inner, hook), late=True)(in_turn)
 
 
+def require_gradients(self, net):
+    """What Hugging Face's ``gradient_checkpointing_enable`` registers. A recomputation without it made no graph."""
+    net.requires_grad_(False)
+    net.head.requires_grad_(True)
+
+    def hook(module, args, output):
+        output.requires_grad_(True)
+
+    net.blocks[0].inner.register_forward_hook(hook)
+
+
+trap("a hook that requires gradients inside a frozen layer", arrange=require_gradients)(in_turn)
+
+
 collected = []
 
 

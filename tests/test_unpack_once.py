@@ -6,10 +6,9 @@ import pytest
 from harness import assert_identical
 from test_quantized import PLAN, batches, task, trained, with_experts
 
-from lightning_roundpipe.engine import planner as engine_planner
 from lightning_roundpipe.model import quantize_experts, unpacked
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 ONCE = f"{PLAN}; unpack once 0-4"
@@ -94,9 +93,8 @@ def test_mixed_precision():
 def test_a_copy_without_room_is_made_for_each_use(monkeypatch, unpackings):
     module = task()
     per_use = fit(module, PLAN)
-    planner = engine_planner
-    real = planner.reserved_within
-    monkeypatch.setattr(planner, "reserved_within", lambda *given: real(*given)._replace(copies=BLOCK))
+    real = WorkerNeeds.reserved
+    monkeypatch.setattr(WorkerNeeds, "reserved", lambda *given: real(*given)._replace(copies=BLOCK))
     assert_identical(per_use, fit(module, ONCE))
     # Of a stage with two blocks, only the first has room.
     assert unpackings["dense"] > 2 * 6 * 7

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -88,8 +89,8 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Hardware:
         names = {torch.cuda.get_device_name(device.torch_device).removeprefix("NVIDIA ") for device in made}
         title = f"{count} x {names.pop()}" if len(names) == 1 else f"{count} unequal GPUs"
         memory = min(torch.cuda.mem_get_info(device.torch_device)[1] for device in made)
-    assumed = nominal(kind)
-    return Hardware(
+    return replace(
+        nominal(kind),
         title=title,
         workers=count,
         flops={form: _rounded(rate) for form, rate in flops.items()},
@@ -101,14 +102,11 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Hardware:
         host_memory_bandwidth=_rounded(max(optimizer, upload)),
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
-        kernel_s=assumed.kernel_s,
-        hop_s=assumed.hop_s,
         attention_efficiency=_rounded(attention),
         issue_s=_rounded(issue_s),
         call_s=ENGINE_S,
         turn_s=ENGINE_S,
         optimizer_bandwidth=_rounded(optimizer),
-        emulated=not cuda,
     )
 
 

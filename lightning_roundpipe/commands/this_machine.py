@@ -27,19 +27,15 @@ _LEFT_OUT = ("uplink", "uplink_devices", "kinds")
 """Numbers that the file lacks: each worker's rates are measured with all others copying."""
 
 
-def default_path() -> Path:
-    """Return the path of a file in the current folder, named after the host."""
-    name = re.sub(r"[^\w.-]+", "-", platform.node()) or "machine"
-    return Path(f"{name}.yaml")
-
-
 def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
     """Measure this machine into a file, and return the file's path and text; progress goes to standard error.
+
+    ``path`` None: a file in the current folder, named after the host.
 
     Raises:
         ValueError: the file exists already, its name is not allowed, or a probe failed.
     """
-    path = default_path() if path is None else path
+    path = path or Path((re.sub(r"[^\w.-]+", "-", platform.node()) or "machine") + ".yaml")
     if path.suffix not in (".yaml", ".yml") or "," in str(path):
         raise ValueError(f"hardware_file={path} must be one file whose name ends in .yaml, as hardware= reads it.")
     if not path.parent.is_dir():

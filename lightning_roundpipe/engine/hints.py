@@ -23,8 +23,8 @@ class Hints:
         self._said: set[str] = set()
         self.cuts = ""
 
-    def after_step(self, switched_off: Sequence[str]) -> None:
-        """Issue the hints that a finished step gives rise to. ``switched_off``: settings that were off during it."""
+    def of_settings(self, switched_off: Sequence[str]) -> None:
+        """Hint: settings of the model that are off while it is trained."""
         for name in switched_off:
             self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
 

@@ -9,7 +9,7 @@ inputs) are estimated once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -42,15 +42,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def estimate_costs(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    batch: Mapping[str, Tensor],
-    hardware: Hardware,
-    *,
-    packed: Mapping[nn.Parameter, Packed] | None = None,
-    experts_in_turn: bool = False,
-    fp8: bool = False,
-) -> Costs:
+    model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor], hardware: Hardware, *,
+    packed: Mapping[nn.Parameter, Packed] | None = None, experts_in_turn: bool = False, fp8: bool = False,
+) -> Costs:  # fmt: skip
     """Return the costs of one microbatch.
 
     Args:
@@ -67,11 +61,10 @@ def estimate_costs(
         ValueError: the model cannot run without data, or calls no layer.
     """
     with _autocast_knows_meta(), Meter(hardware) as meter:
-        packed = packed or {}
-        walk = _Walk(meter, hardware, packed, experts_in_turn=experts_in_turn)
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        walk.in_fp8 = [layer for layer in layers.values() if fp8 and layer is not head]
-        meter.pack(packed)
+        in_fp8 = [layer for layer in layers.values() if fp8 and layer is not head]
+        walk = _Walk(meter, hardware, packed or {}, in_fp8, experts_in_turn=experts_in_turn)
+        meter.pack(packed or {})
         meter.ignore([*model.parameters(), *model.buffers(), *batch.values()])
         try:
             for name, layer in layers.items():
@@ -151,27 +144,18 @@ class _Called:
 
 
 class _Walk:
+    """The calls of a forward. Linear layers of the layers ``in_fp8`` multiply in fp8."""
+
     def __init__(
-        self,
-        meter: Meter,
-        hardware: Hardware,
-        packed: Mapping[nn.Parameter, Packed],
-        *,
+        self, meter: Meter, hardware: Hardware, packed: Mapping[nn.Parameter, Packed], in_fp8: Sequence[nn.Module], *,
         experts_in_turn: bool,
-    ) -> None:
-        self.meter = meter
-        self.packed = packed
-        self.emulated = hardware.emulated
-        self.issue_s = hardware.issue_s
-        self.experts_in_turn = experts_in_turn
-        self.user_code = Work()
-        self.calls: list[_Called] = []
-        self.loss_backward_s = 0.0
+    ) -> None:  # fmt: skip
+        self.meter, self.packed, self.in_fp8, self.experts_in_turn = meter, packed, in_fp8, experts_in_turn
+        self.emulated, self.issue_s = hardware.emulated, hardware.issue_s
+        self.calls, self.user_code, self.loss_backward_s = list[_Called](), Work(), 0.0
         self._known: dict[Any, tuple[_Measured, Any]] = {}
         self._saved: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         """Storages saved on the host, by weak references: the worker holds them no longer than user code does."""
-        self.in_fp8: list[nn.Module] = []
-        """Layers whose linear layers multiply in fp8."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
         self._outputs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -191,14 +175,11 @@ class _Walk:
             del layer.forward
 
     def costs(self) -> Costs:
-        last = len(self.calls) - 1
-        return Costs(
-            tuple(self._cost(i, call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls))
-        )
+        return Costs(tuple(self._cost(number, call) for number, call in enumerate(self.calls)))
 
-    def _cost(self, number: int, call: _Called, loss_backward_s: float) -> CallCost:
-        found, after = call.measured, call.after
-        again = 0 if call is self.calls[-1] else found.recomputing
+    def _cost(self, number: int, call: _Called) -> CallCost:
+        found, after, is_last = call.measured, call.after, call is self.calls[-1]
+        again, loss_backward_s = (0, self.loss_backward_s) if is_last else (found.recomputing, 0.0)
         weights, gradients = layer_bytes(call.layer, self.packed)
         copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
         return CallCost(

@@ -46,28 +46,24 @@ class SharedSeconds:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
+    def fill(self, ready: float, seconds: float) -> tuple[float, int]:
+        """Return the end of the first free ``seconds`` from ``ready`` on, and how many intervals have ended by then."""
+        at, clock, left = bisect_right(self._ends, ready), ready, seconds
+        while left > 0 and at < len(self._starts) and left > self._starts[at] - clock + _ROUNDING_S:
+            left -= max(0.0, self._starts[at] - clock)
+            clock = self._ends[at]
+            at += 1
+        return clock + left, at
+
     def take(self, ready: float, seconds: float) -> float:
         """Take the first free ``seconds`` from ``ready`` on, and return the end of the last of them."""
         if seconds <= 0:
             return ready
-        first = at = bisect_right(self._ends, ready)  # intervals before it have ended
-        clock, start = ready, ready
-        if at < len(self._starts) and self._starts[at] <= ready:  # it begins within one
-            start, clock = self._starts[at], self._ends[at]
-            at += 1
-        left = seconds
-        while at < len(self._starts) and left > self._starts[at] - clock + _ROUNDING_S:
-            left -= self._starts[at] - clock
-            clock = self._ends[at]
-            at += 1
-        end = clock + left
-        if at < len(self._starts) and self._starts[at] <= end:
-            end_of_all = self._ends[at]
-            at += 1
-        else:
-            end_of_all = end
-        self._starts[first:at] = [start]
-        self._ends[first:at] = [end_of_all]
+        first, (end, at) = bisect_right(self._ends, ready), self.fill(ready, seconds)
+        start = min(ready, self._starts[first]) if first < at else ready
+        merges = at < len(self._starts) and self._starts[at] <= end
+        until = self._ends[at] if merges else end
+        self._starts[first : at + merges], self._ends[first : at + merges] = [start], [until]
         return end
 
     def after(self, time: float) -> list[float]:

@@ -7,12 +7,9 @@ time and that of all copies with priority within it, as far as these are known w
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from dataclasses import dataclass
 
-_ROUNDING_S = 1e-12
-"""By so much, a copy may be longer than a gap that it fills. Rounding decided otherwise where the next gap is."""
+from lightning_roundpipe.planning.host_time import SharedSeconds
 
 
 @dataclass(frozen=True)
@@ -36,14 +33,12 @@ class Links:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0 bytes a second.")
 
 
-class Lane:
-    """One direction of a link, with ``rate`` bytes per second."""
+class Lane(SharedSeconds):
+    """One direction of a link, with ``rate`` bytes per second. Copies with priority are its busy time."""
 
     def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-        self._behind = 0.0
+        super().__init__()
+        self.rate, self._behind = rate, 0.0
 
     def copy_before(self, ready: float, size: int) -> tuple[float, float]:
         """Return start and end of a copy with priority. Such copies run in the order of the calls of this method."""
@@ -60,22 +55,10 @@ class Lane:
 
     def copy_behind(self, ready: float, size: float) -> tuple[float, float]:
         """Return start and end of a copy without priority. Such copies run one after another."""
-        start = clock = max(ready, self._behind)
-        left = size / self.rate
-        at = bisect_right(self._ends, clock)
-        while left > 0:
-            window = self._starts[at] if at < len(self._starts) else math.inf
-            if clock + left <= window + _ROUNDING_S:
-                clock += left
-                break
-            if window > clock:
-                left -= window - clock
-            clock = self._ends[at]
-            at += 1
-        self._behind = clock
-        return start, clock
+        start = max(ready, self._behind)
+        self._behind, _ = self.fill(start, size / self.rate)
+        return start, self._behind
 
     def after(self, time: float) -> list[float]:
         """Return what copies that are ready at ``time`` or later may wait for: ends of copies, and starts of gaps."""
-        at = bisect_right(self._ends, time)
-        return [self._behind, *self._starts[at:], *self._ends[at:]]
+        return [self._behind, *super().after(time)]

@@ -264,6 +264,7 @@ class Stepping:
         self.refuse_late_hooks()
         updates = self._engine.updates
         if updates is not None and not plugin.skipped:
+            self._engine.publish_seen()
             updates.submit(clips[-1] if clips else None)  # [3]
             self._stepped = True
         return result

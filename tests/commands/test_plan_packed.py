@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.commands.choices import make_model, read_config, with_adapters
-from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights, read_quantization
+from lightning_roundpipe.commands.choices import (
+    Quantization,
+    make_model,
+    packed_weights,
+    read_config,
+    read_quantization,
+    with_adapters,
+)
 from lightning_roundpipe.planning.packing import pack
 
 TINY = ("model=tiny_llama", "hardware=rtx4090x8", "sequence_length=64", "search_seconds=0", "lora=all_linear")

@@ -75,7 +75,7 @@ def test_memory_is_shared_out_and_explained(device, monkeypatch):
     assert "memory_budget" in message
     assert "emulation" not in message
     device.free(arena)
-    with pytest.raises(ValueError, match="not an arena"):
+    with pytest.raises(AssertionError, match="not an arena"):
         device.free(arena)
 
 

@@ -1,7 +1,6 @@
 """Threads that wait have no team of intra-op threads."""
 
 import os
-import queue
 import sys
 import threading
 
@@ -100,8 +99,7 @@ def test_in_a_step_only_the_thread_that_computes_has_a_team(workers, monkeypatch
     monkeypatch.setattr(
         intraop_threads, "cores", lambda: TEAM * intraop_threads.CONCURRENT_DEVICES
     )  # or there would be none
-    one = queue.SimpleQueue()
-    one.put(None)
+    one = core_semaphore.Semaphore(1)
     monkeypatch.setattr(core_semaphore, "semaphore", lambda permits: one)
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ from ordering import Ordering
 from patience import longer_each_try
 from torch import nn
 
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.engine.worker import GradientSender
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
@@ -60,3 +67,24 @@ def test_its_place_is_free_behind_all_that_uses_it(times):
     assert_same(expected, found)
     assert ordered, "no slot closed before its weights were published"
     assert all(ordered)
+
+
+def test_a_place_that_sends_nothing_is_free_behind_what_computes(monkeypatch):
+    """Who gets its gradients' memory waits for their copies alone, and no copy has waited for the worker."""
+    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+    sender, memory, computed = GradientSender(device), SlotMemory(device), ThreadEvent("compute", device._switch, False)
+    spec = SimpleNamespace(scope=CancelScope())
+    slot = Slot(0, 0, "backward", [], [], {}, [0], spec)
+    monkeypatch.setattr(device.compute, "record", lambda **_: computed)
+    try:
+        memory.arena.make(1024)
+        slot.weights.place = memory.arena.enter([])
+        region = memory.arena.add_gradients(slot.weights.place, [64])
+        sender.free_place(slot, memory, [])
+        assert region.last_use is not None and not region.last_use.done()
+        computed.settle(None)
+        region.last_use.wait()
+    finally:
+        sender.stop()
+        sender.join()
+        device.close()

@@ -99,7 +99,7 @@ def test_devices_are_reset_behind_the_last_upload(monkeypatch):
     reset = EmulatedDevice.reset
 
     def resetting(device):
-        left.extend(bool(worker.planned.uploads._queue) for worker in ours.engine.context.pool.workers)
+        left.extend(bool(worker.planned._queue) for worker in ours.engine.context.pool.workers)
         reset(device)
 
     def failing(*args):
@@ -107,7 +107,7 @@ def test_devices_are_reset_behind_the_last_upload(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(type(slot.layers[0].bucket), "has", lambda bucket, version: False)
             patch.setattr(type(slot.layers[0].bucket), "when", lambda *args: True)
-            ours.engine.context.pool.workers[0].planned.uploads.prepare(slot)  # weights that are published too late
+            ours.engine.context.pool.workers[0].planned.prepare(slot)  # weights that are published too late
         raise Boom("late")
 
     with engined(staleness=0) as (ours, train):

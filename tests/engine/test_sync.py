@@ -63,13 +63,13 @@ def test_one_at_a_time_and_no_wake_up_is_lost(seed):
             others = list(row)
             pauses.shuffle(others)
             for other in others:
-                baton.wait(runner, other.then)
+                baton.wait(other.then)
                 alone()
             if pauses.random() < 0.5:
-                with GivenUp(baton, runner):
+                with GivenUp(baton):
                     time.sleep(pauses.random() * 1e-3)
             runner.rank = pauses.randrange(4)
-            baton.offer(runner)
+            baton.offer()
         alone()
         baton.release()
 
@@ -89,10 +89,10 @@ def test_a_failure_ends_every_wait(seed):
         runner = Runner(scope, number)
         baton.acquire(runner)
         try:
-            with GivenUp(baton, runner):
+            with GivenUp(baton):
                 time.sleep(pause)
-            baton.wait(runner, signals[number].then)
-            baton.wait(runner, Signal().then)
+            baton.wait(signals[number].then)
+            baton.wait(Signal().then)
         except Cancelled:
             alone()
             cancelled.append(number)
@@ -155,7 +155,7 @@ def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed):
         baton.acquire(Runner(scope), sleep)
     if not handed:
         baton.release()
-    assert not baton._held and not baton._ready
+    assert baton._holder is None and not baton._ready
 
 
 def test_a_microbatch_goes_on_while_its_turns_have_come():
@@ -174,7 +174,7 @@ def test_a_microbatch_goes_on_while_its_turns_have_come():
             for slot in slots:
                 if slot.index:
                     workers[(slot.index - 1) % 3].release(slots[slot.index - 1], microbatch)
-                workers[slot.worker].acquire(slot, microbatch, runner)
+                workers[slot.worker].acquire(slot, microbatch)
                 order.append((microbatch, slot.index))
             workers[slots[-1].worker].release(slots[-1], microbatch)
         finally:

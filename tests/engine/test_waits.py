@@ -30,15 +30,12 @@ WAITS = [
     ("engine.activations:_downloaded", "stream.wait(ready)"),
     ("engine.activations:upload", "stream.wait(saved.ready)"),
     ("engine.carrying:download_parts", "stream.wait(home.compute.record())"),
-    ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event, turns.runner)"),
-    (
-        "engine.step_slots:Turns.wait_for",
-        "self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))",
-    ),
-    ("engine.microbatch:CallingThread.run", "baton.wait(runner, self._after.then)"),
-    ("engine.step:Step._wait", "self.context.pool.wait(waiter, self.spec.scope)"),
+    ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event)"),
+    ("engine.step_slots:Turns.wait_for", "self.context.pool.baton.wait(functools.partial(what.when, version))"),
+    ("engine.microbatch:CallingThread.run", "baton.wait(self._after.then)"),
+    ("engine.step:Step._wait_for_outputs", "self.context.pool.wait_for(microbatch.ready, self.spec.scope)"),
     ("engine.step:Step._wait_for_outputs", "microbatch.result.computed.wait()"),
-    ("engine.uploads:WeightUploads._upload", "stream.wait(event)"),
+    ("engine.uploads:SlotMemory._upload", "stream.wait(event)"),
     ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
     ("engine.worker:GradientSender._send", "stream.wait(end)"),
     ("engine.worker:Worker._wait_for_gradients", "self.device.compute.wait(event)"),
@@ -46,9 +43,9 @@ WAITS = [
     ("engine.worker:Worker.close_slot", "self._wait_for_gradients(slot)  # a slot may close without a backward"),
     ("engine.worker:Worker.follow", "self.device.compute.wait(event)"),
     ("engine.worker:Worker.gradients_of", "self._wait_for_gradients(slot)"),
-    ("engine.worker:Worker.wait_for_weights", "self._baton.wait(runner, upload.enqueued.then)"),
-    ("engine.worker:Worker.wait_for_weights", "self.follow(upload.end, runner)"),
-    ("engine.executor:Executor._arrived", "self.worker.follow(event, runner)"),
+    ("engine.worker:Worker.bring_in", "self._baton.wait(upload.enqueued.then)"),
+    ("engine.worker:Worker.bring_in", "self.follow(upload.end)"),
+    ("engine.executor:Executor._arrived", "self.worker.follow(event)"),
 ]
 
 

@@ -17,7 +17,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradSums
+from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
@@ -104,22 +104,22 @@ def fit(asked, module, *callbacks, **options):
 @pytest.fixture
 def slow_optimizer(monkeypatch):
     """Gradients come when the optimizer's step has begun, faster than it uses them."""
-    real_step, real_room, has_room = PartialOptimizer.step, HostGradSums.make_room, HostGradSums.has_room.fget
+    real_step, real_room = PartialOptimizer.step, HostGradSums.make_room
 
     def step(self, *args):
         time.sleep(0.02)
         real_step(self, *args)
 
-    def make_room(self, scope):
+    def make_room(self, scope=None):
         end = time.monotonic() + PATIENCE_S
         while self._pool.keeps and self._pool.draining is None and time.monotonic() < end:
+            if scope is None:
+                return False
             time.sleep(0.001)
-        real_room(self, scope)
+        return real_room(self, scope)
 
     monkeypatch.setattr(PartialOptimizer, "step", step)
     monkeypatch.setattr(HostGradSums, "make_room", make_room)
-    began = property(lambda sums: has_room(sums) and not (sums._pool.keeps and sums._pool.draining is None))
-    monkeypatch.setattr(HostGradSums, "has_room", began)
     monkeypatch.setattr("lightning_roundpipe.updates.bucket_stepper.PIECE", 1)
 
 
@@ -214,12 +214,22 @@ def test_a_full_pool_waits_only_for_complete_gradients(layer):
     pool.wait(pool.is_full, BYTES, CancelScope())  # the optimizer lacks gradients, which may be those that wait
 
 
+def test_room_that_is_found_is_taken(layer):
+    """Or the thread that has found it, and keeps all microbatches waiting, would wait for an update after all."""
+    pool = GradientPool(layer.device, limit=BYTES)
+    pool.draining = _Step()
+    first, second = (HostGradSums(layer, GradientLayout(layer), pool) for _ in range(2))
+    assert first.make_room() and not second.make_room()
+    first.release()
+    assert second.make_room() and len(second.flat) == BYTES
+
+
 def test_a_bucket_without_gradients_wakes_downloads(layer):
     """It may be the last complete one, and the optimizer lacks what waits."""
     pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
     pool.take(BYTES)
     pool.draining = readiness
-    readiness.set_read(())
+    readiness.forward_ended(())
     thread = waiting(pool)
     updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)

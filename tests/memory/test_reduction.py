@@ -14,8 +14,9 @@ from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.errors import StreamError
 from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, GradientMemory, HostGradSums, Reduction
-from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_layer import host_layers
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
@@ -37,7 +38,7 @@ def reduction():
 
 def _layer(device, *parameters):
     module = nn.ParameterList([nn.Parameter(p) for p in parameters])
-    return HostLayer(0, "layer", module, device, {})
+    return host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())[0]
 
 
 def _begins(layer, device, reduction):
@@ -109,7 +110,7 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device, reduction
 WAITS = [
     ("memory.grad_buffers:_Added.after", "landed.wait()"),
     ("memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
-    ("memory.grad_buffers:HostGradSums._land", "before[part].wait()"),
+    ("memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
 ]
 
 

@@ -9,7 +9,6 @@ from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import ModelShape
 from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning import CallCost, Costs, Plan
-from lightning_roundpipe.planning.memory import fits
 
 
 def call(
@@ -40,13 +39,13 @@ def timed(forward, backward):
     return Costs(tuple(call(f"layers.{number}", f, b) for number, (f, b) in enumerate(pairs)))
 
 
-def keeps(limits, plan, costs, workers):
+def keeps(problem, plan):
     """Whether the plan is within the limits, counted apart from the search that has to keep to them."""
-    whole = plan == Plan.single(len(costs), 1)
-    is_beside = limits.memory is not None and limits.side_by_side and whole
-    most = limits.max_round or plan.round_microbatches
-    is_cut_so = limits.min_round <= plan.round_microbatches <= most and len(plan.fused) <= limits.max_fused + 1
-    return (is_beside or is_cut_so) and fits(plan, costs, workers, limits.memory)
+    whole = plan == Plan.single(len(problem.costs), 1)
+    is_beside = problem.memory is not None and problem.side_by_side and whole
+    most = problem.max_round or plan.round_microbatches
+    is_cut_so = problem.min_round <= plan.round_microbatches <= most and len(plan.fused) <= problem.max_fused + 1
+    return (is_beside or is_cut_so) and problem.fits(plan)
 
 
 ROOT = Path(__file__).parents[2]

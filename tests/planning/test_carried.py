@@ -9,12 +9,12 @@ from planning.making import call
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.carried import carrying_within, kinds, spread
-from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import carried_bytes, device_bytes, fits
 from lightning_roundpipe.planning.meter import Meter
 from lightning_roundpipe.planning.nominal import GPU
 from lightning_roundpipe.planning.pipeline import Rules, run_steps, step_ends
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import baseline_within, search_partition
 
 TEN = Rules(links=Links(10.0, 10.0))
@@ -120,9 +120,9 @@ def _judge(costs, rate, host, microbatches):
 )
 def test_a_plan_carries_only_where_it_is_faster(rate, host, carries, search_seconds):
     costs, microbatches = carried(12, 20), 8
-    limits, judge = Limits(2, 2), _judge(costs, rate, host, microbatches)
-    best = search_partition(costs, 2, microbatches, limits, search_seconds=search_seconds, judge=judge)
-    found = carrying_within(best, costs, 2, microbatches, limits, judge, search_seconds=search_seconds)
+    problem, judge = Problem(costs, 2, microbatches, 2, 2), _judge(costs, rate, host, microbatches)
+    best = search_partition(problem, search_seconds, judge)
+    found = carrying_within(best, problem, judge, search_seconds=search_seconds)
     assert bool(found.carry) is carries
     found.validate(costs.layers)
     assert judge(found) < judge(best) if carries else found == best
@@ -131,9 +131,9 @@ def test_a_plan_carries_only_where_it_is_faster(rate, host, carries, search_seco
 
 def test_stages_stay_as_they_are_if_asked():
     costs = carried(12, 20)
-    limits, judge = Limits.usual(costs, 2, 8), _judge(costs, 100.0, math.inf, 8)
-    plan = baseline_within(costs, 2, 8, limits)
-    found = carrying_within(plan, costs, 2, 8, limits, judge, cuts=False)
+    problem, judge = Problem.usual(costs, 2, 8), _judge(costs, 100.0, math.inf, 8)
+    plan = baseline_within(problem)
+    found = carrying_within(plan, problem, judge, cuts=False)
     assert found.carry
     assert replace(found, carry=()) == replace(plan, recompute_ahead=False)
 

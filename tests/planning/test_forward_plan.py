@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_roundpipe.planning.forward_plan import ForwardPlan, plan_forward
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Span
 
 NBYTES = 1000
 

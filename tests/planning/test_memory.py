@@ -7,15 +7,9 @@ from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan
-from lightning_roundpipe.planning.memory import (
-    Parameters,
-    boundary_bytes,
-    device_bytes,
-    fits,
-    host_items,
-    keeping_least,
-)
+from lightning_roundpipe.planning.memory import Parameters, boundary_bytes, device_bytes, fits, host_items
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
+from lightning_roundpipe.planning.problem import Problem
 
 
 def test_counted_by_hand():
@@ -39,9 +33,9 @@ def test_counted_by_hand():
 def test_a_budget_that_nothing_fits_into():
     costs = Costs((*even(2), call("table", weights=900)))
     with pytest.raises(TooSmall, match=r"may use 900 bytes, .* needs 950.*'table'") as raised:
-        partition_within(costs, 2, 2, None, 900)
+        partition_within(Problem.usual(costs, 2, 2, 900))
     assert (raised.value.enough, raised.value.round_microbatches, raised.value.parts) == (950, None, None)
-    assert device_bytes(partition_within(costs, 2, 2, None, 950), costs, 2) == 950
+    assert device_bytes(partition_within(Problem.usual(costs, 2, 2, 950)), costs, 2) == 950
 
 
 def test_rounds_are_as_large_as_fits():
@@ -50,16 +44,16 @@ def test_rounds_are_as_large_as_fits():
     for size in (8, 4, 3):
         exact = device_bytes(Plan.per_call(4, size), costs, 3, most=True)
         for room in (0, 9):  # the next larger part takes more
-            plan = partition_within(costs, 3, 8, None, exact + room)
+            plan = partition_within(Problem.usual(costs, 3, 8, exact + room))
             assert plan.round_microbatches == size
             assert device_bytes(plan, costs, 3) <= exact + room
     exact = device_bytes(Plan.per_call(4, 3), costs, 3)
     with pytest.raises(ValueError, match="2 waiting microbatches with up to 20"):
-        partition_within(costs, 3, 8, None, exact - 1)
+        partition_within(Problem.usual(costs, 3, 8, exact - 1))
     with pytest.raises(ValueError, match="3 waiting microbatches"):
-        partition_within(costs, 3, 8, None, exact, min_round=4)
+        partition_within(replace(Problem.usual(costs, 3, 8, exact), min_round=4))
     with pytest.raises(ValueError, match="7 waiting microbatches"):
-        partition_within(costs, 3, 8, 8, exact)
+        partition_within(Problem.usual(costs, 3, 8, exact), 8)
 
 
 CALLS = st.builds(
@@ -87,12 +81,13 @@ CALLS = st.builds(
 @given(calls=st.lists(CALLS, min_size=1, max_size=7), budget=st.integers(0, 1500), workers=st.integers(1, 4))
 def test_whatever_the_model_the_plan_fits_or_nothing_does(calls, budget, workers):
     costs = Costs(tuple(calls))
+    problem = Problem.usual(costs, workers, 3, max(1, budget))
     least = device_bytes(Plan.per_call(len(calls), min(workers, 3)), costs, workers)
     if least > budget:
         with pytest.raises(ValueError, match="memory_budget"):
-            partition_within(costs, workers, 3, None, budget)
+            partition_within(problem)
         return
-    plan = partition_within(costs, workers, 3, None, budget)
+    plan = partition_within(problem)
     plan.validate(costs.layers)
     assert device_bytes(plan, costs, workers) <= budget
 
@@ -167,8 +162,8 @@ def test_stages_that_make_inputs_again_keep_less_on_the_host():
     costs, plan = Costs(tuple(calls)), Plan.per_call(7, 2)
     assert boundary_bytes(plan, costs) == boundary_bytes(replace(plan, recompute_ahead=True), costs) == 2 * 6 * 10
     budget = 3 * 150 + 100 + 3 * 1000
-    found = keeping_least(plan, costs, 2, budget)
+    found = Problem.usual(costs, 2, 2, budget).keeping_least(plan)
     assert [len(span) for span in found.backward] == [3, 3]
     assert fits(found, costs, 2, budget)
     assert boundary_bytes(found, costs) == 2 * 2 * 10
-    assert keeping_least(plan, costs, 2, None) == plan
+    assert Problem.usual(costs, 2, 2).keeping_least(plan) == plan

@@ -45,9 +45,9 @@ def test_what_fits(number, kind, gpus):
 
 def test_figures_in_the_text_are_those_of_their_pages():
     text = " ".join((ROOT / "README.md").read_text().split())
-    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("large-models", "estimates", "gpu")}
-    [(plan, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/large-models.*?library measured ([\d,]+)\.", text)
-    assert f"| {plan} | {measured} |" in docs["large-models"]
+    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("estimates", "gpu")}
+    [(plan, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/estimates.*?library measured ([\d,]+)\.", text)
+    assert f"| {plan} | {measured} |" in docs["estimates"]
     assert text.count(plan) == 2, "the comparison has the same figure"
     [(middle, worst)] = re.findall(r"\[([\d.]+) %, its worst ([\d.]+) %\]", text)
     assert f"median error {middle} %, worst {worst} %" in docs["estimates"]
@@ -69,9 +69,9 @@ def test_estimates():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_large_models():
+def test_the_papers_models():
     """Every figure under the plans on the page, and the search finds plans that are hardly slower."""
-    pages = script("docs/make_large_models.py")
+    pages = script("docs/make_paper_models.py")
     given = list(zip(pages.ROWS, pages.plans(), strict=True))
     there = [look_at(shape(one.name), replace(one.wish, plan=text)) for one, text in given]
     assert shown(pages) == pages.figures(there)
@@ -99,19 +99,6 @@ def test_long_sequences():
     pages = script("docs/make_long_sequences.py")
     for one, gpus in ((pages.ROWS[0], 1), (pages.ROWS[1], 8)):
         assert row(pages.cells(one, pages.find(one, gpus))) in shown(pages)
-    assert row(pages.setting(pages.ROWS[1], 2**17)) in pages.PAGE.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [0, 1])
-def test_quantization(number):
-    """Of the dense models, all hosts of one GPU: what fits a smaller host is a plan of the larger ones."""
-    pages = script("docs/make_quantization_plans.py")
-    one = pages.ROWS[number]
-    pages.GPUS = (1,)
-    for gpus, host, found in pages.machines(one, pages.shapes(one)):
-        assert row(pages.cells(one, gpus, host, found)) in shown(pages)
 
 
 def test_the_pages_have_every_row():
@@ -124,9 +111,3 @@ def test_the_pages_have_every_row():
     for one in pages.ROWS:
         assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {one.title} |")] == ["1", "8"]
     assert pages.ROWS[1].command in page
-    pages = script("docs/make_quantization_plans.py")
-    page = shown(pages)
-    for one in pages.ROWS:
-        heads = re.findall(rf"^\| {one.title} \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
-        assert heads == [(str(gpus), str(host)) for gpus in pages.GPUS for host in pages.HOSTS]
-    assert pages.ROWS[0].command in page

@@ -8,6 +8,7 @@ from planning.making import call, even
 from lightning_roundpipe.planning import Costs, Plan, Span, greedy_partition
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.partition import partition_within, pipeline_length
+from lightning_roundpipe.planning.problem import Problem
 
 
 def objective_s(plan, costs, workers, microbatches):
@@ -124,12 +125,12 @@ def test_stages_of_a_given_length():
     assert len(greedy_partition(costs, 2, 4, stage_s=3.0).backward) == 6
     for phase, spans in (("forward", plan.forward), ("fused", (plan.fused,)), ("backward", plan.backward)):
         assert all(costs.stage_time_s(span.first, span.last, phase) <= 6 for span in spans)
-    assert partition_within(costs, 2, 4, None, 10**6, stage_s=6.0) == plan
-    small = partition_within(costs, 2, 4, None, 700, stage_s=6.0)  # memory is kept to, too
+    assert partition_within(Problem.usual(costs, 2, 4, 10**6), stage_s=6.0) == plan
+    small = partition_within(Problem.usual(costs, 2, 4, 700), stage_s=6.0)  # memory is kept to, too
     assert device_bytes(small, costs, 2, most=True) <= 700 < device_bytes(plan, costs, 2, most=True)
     for attempt in (
         lambda: greedy_partition(costs, 2, 4, stage_s=2.9),
-        lambda: partition_within(costs, 2, 4, None, 700, stage_s=2.9),
+        lambda: partition_within(Problem.usual(costs, 2, 4, 700), stage_s=2.9),
     ):
         with pytest.raises(ValueError, match=r"stage_seconds=2.9 is shorter .* 'layers.\d' 3 s \(fused\)"):
             attempt()

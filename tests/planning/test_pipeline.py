@@ -12,7 +12,7 @@ from lightning_roundpipe.planning.batch import PlanShape, plan_of
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.host_time import HostTime
 from lightning_roundpipe.planning.links import Links
-from lightning_roundpipe.planning.memory import arena_bytes, device_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, run_steps
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
@@ -65,6 +65,8 @@ class Times(NamedTuple):
 
 
 COMPOSITIONS = st.lists(st.integers(1, 4), max_size=5)
+Case = tuple[Times, dict[str, object], int, int, list[float]]
+"""Times of layers, a plan, workers, microbatches, and speeds of unequal workers."""
 
 
 @st.composite
@@ -183,7 +185,7 @@ def test_weights_that_do_not_fit_beside_the_slot_before_come_when_it_is_over():
     def loads(gradients, more):
         return [(e.start_s, e.end_s) for e in run(gradients, more).events if e.kind == "upload_weights"]
 
-    assert arena_bytes(plan, heavy(2, 2), 1) == (4, 8)
+    assert WorkerNeeds(plan, heavy(2, 2), 1).arena == (4, 8)
     assert loads(2, None) == loads(2, 4) == [(0, 2), (2, 4), (4, 6)]
     assert loads(2, 0) == [(0, 2), (2, 4), (9, 11)], "the fused stage's gradients leave from 7 to 9"
     assert loads(2, 2) == loads(2, None), "there is room for weights beside weights and gradients"

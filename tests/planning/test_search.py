@@ -14,10 +14,10 @@ from planning.making import call, keeps
 from lightning_roundpipe.planning import CallCost, Costs, Plan, pipeline, search
 from lightning_roundpipe.planning.batch import MemoryTable, PlanShape, plan_of
 from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import baseline_within, descent, search_partition
 from lightning_roundpipe.planning.seeds import deal
 from lightning_roundpipe.planning.updates import UpdateModel
@@ -35,14 +35,13 @@ def short(request, monkeypatch):
 def ratio(case, staleness, seconds):
     """Our time over the paper's: a plan's step alone (staleness 0), or the mean of 16 of many (1)."""
     host = HostTime(hop_s=case.hop_ms / 1e3)
-    plan = search_partition(
-        case.costs(), case.workers, case.microbatches, None, 1 if staleness else 0, host, search_seconds=seconds
-    )
+    rules = Rules(1 if staleness else 0, host=host)
+    problem = Problem.usual(case.costs(), case.workers, case.microbatches, rules=rules)
+    plan = search_partition(problem, seconds)
     assert plan.round_microbatches >= case.workers
     assert len(plan.fused) <= math.ceil(case.layers / 8) + 1
     assert Plan.parse(str(plan)) == plan
     plan.validate(case.costs().layers)
-    rules = Rules(1 if staleness else 0, host=host)
     run = run_steps(plan, case.costs(), case.workers, case.microbatches, rules, 33 if staleness else 1)
     bubble = find_bubble(run_case(case))
     if not staleness:
@@ -81,14 +80,11 @@ def test_never_worse_than_the_papers_algorithm(workers, staleness):
             )
         )
         for memory in (None, 1700):
-            limits = Limits.usual(costs, workers, microbatches, memory)
-            host = HostTime(hop_s=0.05)
-            plan = search_partition(
-                costs, workers, microbatches, limits, 1 if staleness else 0, host, search_seconds=1.0
-            )
-            assert keeps(limits, plan, costs, workers)
-            baseline = baseline_within(costs, workers, microbatches, limits)
-            assert keeps(limits, baseline, costs, workers)
+            rules = Rules(1 if staleness else 0, HostTime(hop_s=0.05))
+            problem = Problem.usual(costs, workers, microbatches, memory, rules)
+            plan, baseline = search_partition(problem, search_seconds=1.0), baseline_within(problem)
+            assert keeps(problem, plan)
+            assert keeps(problem, baseline)
             ours, papers = (judged(p, costs, workers, microbatches, staleness, 0.05) for p in (plan, baseline))
             assert ours <= papers * (1 + 1e-9)
 
@@ -100,7 +96,7 @@ def test_a_busy_machine_has_the_same_answer(monkeypatch):
 
     def best():
         return search_partition(
-            costs, 2, 4, Limits(2, 4, 1200), search_seconds=2.0,
+            Problem(costs, 2, 4, 2, 4, 1200), search_seconds=2.0,
             judge=lambda plan: pipeline.step_ends(plan, costs, 2, 4, rules)[0],
         )  # fmt: skip
 
@@ -126,29 +122,29 @@ def test_rounds_side_by_side_are_data_parallelism_where_a_worker_holds_the_model
         return run_steps(plan, costs, 4, 8).makespan_s
 
     for memory, fits in ((4000, True), (1000, False)):
-        limits = Limits.usual(costs, 4, 8, memory)
-        plan = search_partition(costs, 4, 8, limits, search_seconds=seconds, judge=step_s)
-        assert keeps(limits, plan, costs, 4)
+        problem = Problem.usual(costs, 4, 8, memory)
+        plan = search_partition(problem, seconds, step_s)
+        assert keeps(problem, plan)
         assert plan.side_by_side(4, 8) == (plan == Plan.single(6, 1)) == fits
         if fits:  # workers begin a call behind each other, and then nothing waits
             assert step_s(plan) == 2 * 18 + 3 * 2
-    for limits in (Limits(4, 5, 4000), Limits.usual(costs, 4, 8)):
-        assert not search_partition(costs, 4, 8, limits, search_seconds=seconds, judge=step_s).side_by_side(4, 8)
+    for problem in (Problem(costs, 4, 8, 4, 5, 4000), Problem.usual(costs, 4, 8)):
+        assert not search_partition(problem, seconds, step_s).side_by_side(4, 8)
 
 
 def test_plans_near_the_best_one_hide_what_only_the_judge_knows(monkeypatch):
     """Updates limit the steps here, which the search does not know."""
     calls = [CallCost(f"layers.{n}", 1.0, 2.0, 100, 100, 10, 50, needs_backward=True) for n in range(24)]
     costs, rules = Costs(tuple(calls)), Rules(updates=UpdateModel(bytes_per_s=2.5))
-    limits = Limits.usual(costs, 4, 16, 900)
+    problem = Problem.usual(costs, 4, 16, 900)
 
     def step_s(plan):
         return pipeline.step_ends(plan, costs, 4, 16, rules, 4)[-1]
 
-    plan = search_partition(costs, 4, 16, limits, search_seconds=2.0, judge=step_s)
-    assert keeps(limits, plan, costs, 4)
+    plan = search_partition(problem, 2.0, step_s)
+    assert keeps(problem, plan)
     monkeypatch.setattr(search, "descent", lambda plan, *_: plan)
-    assert step_s(plan) < step_s(search_partition(costs, 4, 16, limits, search_seconds=2.0, judge=step_s))
+    assert step_s(plan) < step_s(search_partition(problem, 2.0, step_s))
 
 
 def test_a_descent_goes_on_from_each_better_plan_and_judges_so_many():
@@ -170,11 +166,9 @@ def test_a_descent_goes_on_from_each_better_plan_and_judges_so_many():
 
 def tokens_a_second(costs, workers, staleness, hop_s):
     """In microbatches; the plan is searched for, and judged by the full simulation."""
-    microbatches, host = 64, HostTime(hop_s=hop_s)
-    plan = search_partition(
-        costs, workers, microbatches, Limits.usual(costs, workers, microbatches), staleness, host, 10.0
-    )
-    run = run_steps(plan, costs, workers, microbatches, Rules(staleness, host=host), 32 if staleness else 1)
+    microbatches, rules = 64, Rules(staleness, HostTime(hop_s=hop_s))
+    plan = search_partition(Problem.usual(costs, workers, microbatches, rules=rules))
+    run = run_steps(plan, costs, workers, microbatches, rules, 32 if staleness else 1)
     return microbatches / (run.period_s(16) if staleness else run.makespan_s)
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import device_bytes, fits, unpacked_within
+from lightning_roundpipe.planning.memory import device_bytes, fits
 from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import search_partition, unpacking_plans
 
@@ -38,14 +38,14 @@ def test_a_stage_saves_all_but_the_first_unpacking(position, saved):
 def test_stages_whose_copies_do_not_fit_unpack_for_each_use():
     need = device_bytes(PLAN, costs(), 1)
     for room, stages in ((0, ()), (50 * MIB, (1, 2, 3)), (100 * MIB, (0, 1, 2, 3, 4))):
-        found = unpacked_within(PLAN, costs(), 1, 4, need + room)
+        found = Problem.usual(costs(), 1, 4, need + room).unpacking_once(PLAN)
         assert found.unpack_once == stages
         assert fits(found, costs(), 1, need + room)
-    assert not unpacked_within(PLAN, costs(), 1, 4, None).unpack_once
-    assert not unpacked_within(PLAN, costs(0), 1, 4, 2**40).unpack_once
+    assert not Problem.usual(costs(), 1, 4).unpacking_once(PLAN).unpack_once
+    assert not Problem.usual(costs(0), 1, 4, 2**40).unpacking_once(PLAN).unpack_once
     # A forward of a single microbatch unpacks once in any case.
     alone = replace(PLAN, round_microbatches=1)
-    assert unpacked_within(alone, costs(), 1, 4, 2**40).unpack_once == (2, 3, 4)
+    assert Problem.usual(costs(), 1, 4, 2**40).unpacking_once(alone).unpack_once == (2, 3, 4)
 
 
 def test_stages_are_cut_for_their_copies_where_that_is_faster():
@@ -55,10 +55,10 @@ def test_stages_are_cut_for_their_copies_where_that_is_faster():
     def seconds(plan):
         return run_steps(plan, known, 2, 8).makespan_s
 
-    limits = Limits.usual(known, 2, 8, memory)
-    per_use = search_partition(costs(0, 12), 2, 8, limits, search_seconds=0, judge=seconds)
+    problem, without = (Problem.usual(one, 2, 8, memory) for one in (known, costs(0, 12)))
+    per_use = search_partition(without, 0, seconds)
     for search_s in (0, 0.5):
-        found = search_partition(known, 2, 8, limits, search_seconds=search_s, judge=seconds)
+        found = search_partition(problem, search_s, seconds)
         assert found.unpack_once and fits(found, known, 2, memory)
         assert seconds(found) < 0.95 * seconds(per_use)
-    assert unpacking_plans([per_use], costs(0, 12), 2, 8, limits) == [per_use]
+    assert unpacking_plans([per_use], without) == [per_use]

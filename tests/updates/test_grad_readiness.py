@@ -53,17 +53,18 @@ def test_a_unit_is_sent_when_its_uploads_are_over():
     a, b = buckets(2)
     slots, notes = [slot(a), slot(b), slot(a)], list[str]()
     readiness = GradReadiness([a, b], reports_uploads=True)
-    readiness.expect(slots)
+    for each in slots:
+        each.report_to(readiness)
     send = functools.partial(readiness.take, wait=False, uploaded=lambda bucket: notes.append(f"unit {bucket.index}"))
     readiness.uploading(b, Upload("b", notes))
     readiness.uploading(a, Upload("a", notes))
     assert send() == [] and notes == []  # user code may still read them, before all losses
-    readiness.set_read([b])
+    readiness.forward_ended([b])
     assert send() == [] and notes == []  # a is to be uploaded once more, and user code has read b
     readiness.uploading(a, Upload("a again", notes))
     assert send() == [] and notes == ["a", "a again", "unit 0"]
     readiness.ended()
     assert send() == [] and notes[3:] == ["b", "unit 1"]
     for each in slots:
-        readiness.closed(each)
+        each.report_closed()
     assert send() == [b, a] and len(notes) == 5
