@@ -19,7 +19,7 @@ from paper_cases import Case
 from paper_schedules import run_case
 
 from lightning_roundpipe.planning.batch import PERIOD_STEPS
-from lightning_roundpipe.planning.host_time import HostTime
+from lightning_roundpipe.planning.links import HostTime
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
 from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition

@@ -33,8 +33,7 @@ from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.memory import (
     BESIDE,
     Memory,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,22 +115,14 @@ def _autocast_knows_meta() -> Iterator[None]:
         torch.autocast = original  # type: ignore[misc]
 
 
-@dataclass
-class _Measured:
-    forward: Work
-    backward: Work
-    needs_backward: bool
-    inputs: int
-    kept: int
-    """Bytes alive after the forward."""
-    returning: int
-    """Bytes of the gradients of its outputs."""
-    peak: int
-    issue_s: float
-    backward_issue_s: float
-    is_synchronous: bool
+class _Measured(NamedTuple):
+    """A call without its weights and without what crosses, and its peak in a recomputation.
+
+    That is the peak of a forward beside the gradients that wait for its backward. The last call is not recomputed.
+    """
+
+    cost: CallCost
     recomputing: int
-    """Peak of a forward beside the gradients that wait for its backward. The last call has none: its graph is kept."""
 
 
 @dataclass
@@ -178,35 +170,19 @@ class _Walk:
         return Costs(tuple(self._cost(number, call) for number, call in enumerate(self.calls)))
 
     def _cost(self, number: int, call: _Called) -> CallCost:
-        found, after, is_last = call.measured, call.after, call is self.calls[-1]
-        again, loss_backward_s = (0, self.loss_backward_s) if is_last else (found.recomputing, 0.0)
+        (cost, again), after, is_last = call.measured, call.after, call is self.calls[-1]
+        again, loss_backward_s = (0, self.loss_backward_s) if is_last else (again, 0.0)
         weights, gradients = layer_bytes(call.layer, self.packed)
         copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
-        return CallCost(
-            layer=call.name,
-            forward_s=found.forward.seconds + after.seconds - loss_backward_s,
-            backward_s=found.backward.seconds + loss_backward_s,
-            weight_bytes=weights,
-            gradient_bytes=gradients,
-            boundary_bytes=call.boundary,
-            # The loss begins when the head's forward has ended, and ends before the head's backward begins.
-            activation_bytes=found.inputs + max(found.peak, found.kept + after.memory.peak, again),
-            needs_backward=found.needs_backward,
-            kept_bytes=found.inputs + found.kept,
-            forward_bytes=found.inputs + found.kept if self.emulated else None,
-            returning_bytes=found.returning,
-            issue_s=found.issue_s,
-            backward_issue_s=found.backward_issue_s,
-            is_synchronous=found.is_synchronous,
-            unpacked_bytes=sum(map(_aligned, copied)),
-            unpack_s=found.forward.unpack_s,
-            backward_unpack_s=found.backward.unpack_s,
-            products=tuple(
-                (flops, *made) for flops, made in sorted(found.forward.products.items()) if found.needs_backward
-            ),
-            recomputable=self._crossing.recomputable(number),
+        # The loss begins when the head's forward has ended, and ends before the head's backward begins.
+        with_loss = (cost.kept_bytes or 0) + after.memory.peak
+        return replace(
+            cost, layer=call.name, forward_s=cost.forward_s + after.seconds - loss_backward_s,
+            backward_s=cost.backward_s + loss_backward_s, weight_bytes=weights, gradient_bytes=gradients,
+            boundary_bytes=call.boundary, activation_bytes=max(cost.activation_bytes, with_loss, again),
+            unpacked_bytes=sum(map(_aligned, copied)), recomputable=self._crossing.recomputable(number),
             **asdict(call.crossed),
-        )
+        )  # fmt: skip
 
     def _call(self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
@@ -257,7 +233,8 @@ class _Walk:
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs = work.memory.live, tree_map(_described, out)
         needs_backward, returning = bool(roots), sum(root.nbytes for root in roots)
-        recomputing = 0 if self.emulated else work.memory.peak + returning
+        taken = sum(inputs.values())
+        recomputing = 0 if self.emulated else taken + work.memory.peak + returning
         if roots:
             with self.meter.scope(backward):
                 gradients = [torch.empty_like(root) for root in roots]
@@ -267,13 +244,16 @@ class _Walk:
                 del gradients, edges
         for hook in hooks:
             hook.remove()
-        peak = kept + returning if self.emulated else work.memory.peak
-        found = _Measured(
-            work, backward, needs_backward, sum(inputs.values()), kept, returning, peak,
-            issued * self.issue_s, backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
-            recomputing,
+        cost = CallCost(
+            "", work.seconds, backward.seconds, 0, 0, 0, needs_backward=needs_backward, kept_bytes=taken + kept,
+            activation_bytes=taken + (kept + returning if self.emulated else work.memory.peak),
+            forward_bytes=taken + kept if self.emulated else None, returning_bytes=returning,
+            issue_s=issued * self.issue_s, backward_issue_s=backward.unpackings * self.issue_s,
+            is_synchronous=bool(repeated and repeated.operations),
+            unpack_s=work.unpack_s, backward_unpack_s=backward.unpack_s,
+            products=tuple((flops, *made) for flops, made in sorted(work.products.items()) if needs_backward),
         )  # fmt: skip
-        return found, outputs
+        return _Measured(cost, recomputing), outputs
 
 
 class _Repeated:

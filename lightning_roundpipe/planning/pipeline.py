@@ -36,8 +36,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, for_each
-from lightning_roundpipe.planning.host_time import HostTime, SharedSeconds
-from lightning_roundpipe.planning.links import Lane, Links
+from lightning_roundpipe.planning.links import HostTime, Lane, Links, SharedSeconds
 from lightning_roundpipe.planning.memory import Memory, WorkerNeeds, kept_inputs
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage

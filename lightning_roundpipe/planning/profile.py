@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 from lightning_roundpipe.config import is_number, is_whole, parse_bytes
 from lightning_roundpipe.messages import did_you_mean
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.updates import ADAMW_BYTES, PIECE_BYTES, UpdateModel
