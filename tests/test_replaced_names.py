@@ -5,6 +5,24 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTED_BY = {
+    "torch.nn.Module.__setattr__": "test_module_state.py",
+    "torch.nn.Module.__delattr__": "test_module_state.py",
+    "torch.autograd.function._SingleLevelFunction.apply": "test_bypass.py",
+    "torch.autograd.forward_ad.enter_dual_level": "test_kinds_of_modules.py",
+    "torch._functorch.eager_transforms.enter_jvp_nesting": "test_kinds_of_modules.py",
+    "torch.autograd.graph.disable_saved_tensors_hooks": "test_traps_autograd.py",
+    "torch.random.fork_rng": "test_checkpointed_code.py",
+    "owner.log": "test_evaluation_window.py",
+    "value._forward_cache": "test_logging.py",
+    "torch.autocast": "planning/test_estimate.py",
+    "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING": "model/test_quantize.py",
+    "gguf.GGUFReader": "model/test_loading.py",
+    "warnings.formatwarning": "tasks/test_fine_tuning.py",
+    "lightning.fabric.utilities.rank_zero.rank_zero_only.rank": "test_several_machines.py",
+    "lightning_utilities.core.rank_zero.rank_zero_only.rank": "test_several_machines.py",
+}
+"""For each name, the tests that fail when it is no longer what the other library calls."""
 
 
 def imported(tree):
@@ -50,4 +68,6 @@ def test_replaced_names_are_documented():
                 owner = ast.unparse(node.args[0])
                 found.update(f"{known.get(owner, owner)}.{keyword.arg}" for keyword in node.keywords if keyword.arg)
     page = (ROOT / "docs" / "engine.md").read_text().partition("## What is replaced in other libraries")[2]
+    assert found == TESTED_BY.keys()
+    assert all((ROOT / "tests" / file).is_file() for file in TESTED_BY.values())
     assert found == set(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE))
