@@ -8,10 +8,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("packing.c")
@@ -63,7 +63,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _warn(reason: str) -> None:
-    rank_zero_warn(
+    warnings.warn(
         "Torch packs the weights and moments of the optimizer, which takes about twice as long as compiled code: "
-        f"{reason}. Install gcc, or set CC to a C compiler with OpenMP."
+        f"{reason}. Install gcc, or set CC to a C compiler with OpenMP.",
+        stacklevel=2,
     )
