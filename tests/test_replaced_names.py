@@ -1,18 +1,15 @@
 """The names that the package replaces in other libraries are those that the page on the engine lists."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def imported(tree: ast.Module) -> dict[str, str]:
+def imported(tree):
     """Return what each name stands for that a file imports from elsewhere."""
-    found: dict[str, str] = {}
+    found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {(a.asname or a.name.partition(".")[0]): a.name for a in node.names}
@@ -25,7 +22,7 @@ def imported(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def full_names(value: ast.expr, known: dict[str, str]) -> Iterator[str]:
+def full_names(value, known):
     """Yield the imported objects, and their attributes, in an expression."""
     if isinstance(value, ast.Tuple):
         for part in value.elts:
@@ -36,8 +33,8 @@ def full_names(value: ast.expr, known: dict[str, str]) -> Iterator[str]:
             yield f"{known[root]}.{rest}".rstrip(".")
 
 
-def test_replaced_names_are_documented() -> None:
-    found: set[str] = set()
+def test_replaced_names_are_documented():
+    found = set()
     for file in (ROOT / "lightning_roundpipe").rglob("*.py"):
         tree = ast.parse(file.read_text())
         known = imported(tree)

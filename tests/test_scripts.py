@@ -1,7 +1,5 @@
 """Benchmarks, examples and scripts of pages use the package as it is. Most are run by hand, seldom."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os
@@ -16,7 +14,7 @@ SCRIPTS = sorted(path for folder in ("benchmarks", "docs", "examples") for path 
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_what_is_imported_is_there(script: Path) -> None:
+def test_what_is_imported_is_there(script):
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning_roundpipe":
             module = importlib.import_module(str(node.module))
@@ -43,7 +41,7 @@ def test_what_is_imported_is_there(script: Path) -> None:
         "simulate.py",
     ],
 )
-def test_a_benchmark_ends(command: str, tmp_path: Path) -> None:
+def test_a_benchmark_ends(command, tmp_path):
     script, *options = command.replace("PICTURE", str(tmp_path / "picture.png")).split()
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}  # or torch's threads wait for cores that other tests have
     run = subprocess.run(

@@ -1,7 +1,5 @@
 """The documentation site: pages have their place, public names their documentation, and the build is strict."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re
@@ -9,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from mistakes import MISTAKES
@@ -21,7 +19,7 @@ DOCS = ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
-def hooks() -> ModuleType:
+def hooks():
     """docs/site_hooks.py, which MkDocs runs."""
     pytest.importorskip("griffe", reason="the extra `docs` is not installed")
     spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
@@ -31,18 +29,15 @@ def hooks() -> ModuleType:
     return module
 
 
-# -- the reference -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", ["commands.md", "errors.md", "reference.md"])
-def test_generated_parts_are_those_of_the_code(hooks: ModuleType, page: str) -> None:
+def test_generated_parts_are_those_of_the_code(hooks, page):
     """They are in the pages, so that the repository's web view has them, too."""
     text = (DOCS / page).read_text()
     assert hooks._PART.search(text), "the page has lost its marks"
     assert hooks.filled(text) == text, "run `python docs/site_hooks.py`"
 
 
-def test_the_reference_has_every_option(hooks: ModuleType) -> None:
+def test_the_reference_has_every_option(hooks):
     """With type and default, as the code has them."""
     parameters = inspect.signature(RoundPipeStrategy).parameters.values()
     # Keyword-only parameters are Lightning's own, which it fills in itself.
@@ -53,7 +48,7 @@ def test_the_reference_has_every_option(hooks: ModuleType) -> None:
     assert sorted(name for names in hooks.EXPLAINED.values() for name in names) == sorted(own)
 
 
-def test_the_errors_are_those_of_the_table_of_mistakes(hooks: ModuleType) -> None:
+def test_the_errors_are_those_of_the_table_of_mistakes(hooks):
     """So every message on the page is one that the package raises: `tests/test_bad_input.py` makes each mistake."""
     sections = {mistake.section: list[list[str]]() for mistake in MISTAKES}
     for mistake in MISTAKES:
@@ -76,18 +71,15 @@ def test_the_errors_are_those_of_the_table_of_mistakes(hooks: ModuleType) -> Non
         ("compatibility.md", "| `tests/a.py::test_b` |", "| [<code>test_<wbr>b</code>]({r}/blob/main/tests/a.py) |"),
     ],
 )
-def test_what_the_site_changes(hooks: ModuleType, page: str, text: str, wanted: str) -> None:
+def test_what_the_site_changes(hooks, page, text, wanted):
     file = SimpleNamespace(file=SimpleNamespace(src_uri=page))
     shown = hooks.on_page_markdown(text, page=file, config=None, files=None)
     assert shown == wanted.format(r=hooks.PROJECT["urls"]["Repository"])
 
 
-# -- the build ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_build_is_strict(tmp_path: Path) -> None:
+def test_the_build_is_strict(tmp_path):
     """A broken link, a broken anchor, a page without a place and a public name without a docstring fail it."""
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     for folder in ("docs", "conf", "lightning_roundpipe"):

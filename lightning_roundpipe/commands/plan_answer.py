@@ -11,7 +11,7 @@ from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.plan_model import Outlook
 from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.memory import Item, carried_bytes, size_text, stage_rows, total
+from lightning_roundpipe.planning.memory import Item, carried_bytes, size_text, stage_rows, system_bytes, total
 
 _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
@@ -86,6 +86,14 @@ def _facts(found: Outlook) -> list[str]:
             lines.append(
                 f"Carried: products{which} of {len(carry)} of {plural(found.plan.fused.first, 'call')} outside of the "
                 f"fused stage go to the host ({sizes / 2**30:,.0f} GiB) and come back, and are not computed again."
+            )
+        host = found.shape.hardware.host_memory
+        left, system = host - total(found.host_items), system_bytes(host)
+        if left < system:
+            lines.append(
+                f"Leaves {left / 2**30:,.2f} GiB of the host to the operating system, which takes about "
+                f"{system / 2**30:,.1f} where {size_text(host)} are installed. There, plan with "
+                f"host_memory={max(0, host - system) // 2**20}MiB."
             )
         if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
             way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'

@@ -19,7 +19,7 @@ from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fi
 from lightning_roundpipe.model.token_tiles import modules_in_tiles, tile_shapes
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
-from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters
+from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters, process_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware
@@ -97,7 +97,7 @@ class ModelShape:
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
         self._known: dict[tuple[int, int], Costs] = {}
-        self.parameters = Parameters(
+        self._parameters = Parameters(
             trained, frozen, weights[0].element_size(), bool(wish.staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
             any(weight.dim() == 3 for weight in self._packed), wish.machines, wish.optimizer_state,
@@ -112,6 +112,11 @@ class ModelShape:
         if key not in self._known:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
+
+    @property
+    def parameters(self) -> Parameters:
+        machine = self.hardware
+        return replace(self._parameters, process=process_bytes(0 if machine.emulated else machine.workers))
 
     def on(self, machine: Hardware) -> ModelShape:
         """Return the model with estimates for another machine, of the same kinds of devices in the same proportions."""

@@ -160,7 +160,8 @@ class Engine:
             context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan
         )
         self._set_up()
-        context.gradients.pool.keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
+        keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
+        context.gradients.pool.begin_window(keeps=keeps)
         runs: list[Microbatch] = []
         try:
             with self._failing(step):
@@ -206,7 +207,7 @@ class Engine:
         context = self.context
         step = ManualStep(context, seed, self.updates)
         self._set_up()
-        context.gradients.pool.keeps = True
+        context.gradients.pool.begin_window(keeps=True)
         devices = CallerRandomState(context.pool.devices)
         try:
             with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
@@ -450,6 +451,8 @@ class Engine:
         if self.updates is not None:
             self.updates.settle(within_window=self.within_window())
             self.updates.optimizer.release_masters()
+        if self.model.formats.hidden:  # a layer's masters exist twice while they join: instead of gradients in flight
+            self.context.gradients.pool.give_up_free()
         self.model.join()
 
     def publish_seen(self) -> None:

@@ -297,7 +297,6 @@ class _EvaluationUserCode(UserCodeMode):
 
     Args:
         touched: called before user code writes to a weight, or reads its ``.data``, through which it may write to it.
-        run_unlocked: see `UserCodeMode`.
     """
 
     def __init__(
@@ -338,7 +337,6 @@ class Flight:
 
     Attributes:
         closed: whether no more may start [3].
-        last: the batch that was started last.
         without_plan: makes the slots of calls of a batch alone.
     """
 

@@ -298,12 +298,6 @@ class Executor:
         run.tensors, run.differentiable = [], []  # which have the graph
         return run
 
-    def _arrived(self, inputs: Sequence[Arriving]) -> list[Tensor]:
-        for _, event in inputs:
-            if event is not None:
-                self.worker.follow(event)
-        return [tensor for tensor, _ in inputs]
-
     def _copy(self, slot: Slot, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
         replica, known = self.worker.replica(slot, layer), self._buffers.get(layer.index)
         if known is None or known[0] is not replica:
@@ -517,7 +511,7 @@ class Executor:
         (outputs, sink), call.graph = call.graph, None
         roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
         del outputs
-        values = [functools.reduce(torch.add, self._arrived(parts)) for parts in gradients if parts]
+        values = [functools.reduce(torch.add, worker.arrived(parts)) for parts in gradients if parts]
         device.track_until_freed(values, GRADIENTS)
         sums = worker.gradients_of(slot, call.index)
         replica.train(call.environment.trained)

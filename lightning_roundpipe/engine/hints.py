@@ -19,9 +19,7 @@ class Hints:
     """
 
     def __init__(self, inform: Callable[[str], None]) -> None:
-        self._inform = inform
-        self._said: set[str] = set()
-        self.cuts = ""
+        self._inform, self._said, self.cuts = inform, set[str](), ""
 
     def of_settings(self, switched_off: Sequence[str]) -> None:
         """Hint: settings of the model that are off while it is trained."""

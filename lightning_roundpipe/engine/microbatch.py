@@ -118,9 +118,6 @@ class CallingThread:
 class Microbatch(CallingThread):
     """See above.
 
-    Args:
-        after: reached when it may begin; None: at once.
-
     Attributes:
         ready: reached when ``training_step`` has ended, and backward through user code, with the result.
         tape: its calls whose backward is still to come.

@@ -254,9 +254,6 @@ class GivenUp:
 
     def __enter__(self) -> None:
         self._runner = self._baton.runner
-        self._release()
-
-    def _release(self) -> None:
         self._baton.release()
 
     def __exit__(self, *error: object) -> None:
@@ -268,7 +265,8 @@ class Computing(GivenUp):
 
     __slots__ = ()
 
-    def _release(self) -> None:
+    def __enter__(self) -> None:
+        self._runner = self._baton.runner
         self._baton.begin_computing()
 
     def __exit__(self, *error: object) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Signal
@@ -76,7 +76,7 @@ class SlotMemory:
         with self._device.activate():
             self.proceed()
 
-    def _upload(self, slot: Slot, layer: HostLayer, before: list) -> None:  # type: ignore[type-arg]
+    def _upload(self, slot: Slot, layer: HostLayer, before: list[Event]) -> None:
         upload = slot.weights.uploads[layer.index]
         try:
             assert upload.segment is not None

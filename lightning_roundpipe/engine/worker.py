@@ -167,8 +167,7 @@ class Worker:
     def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
         """Make the arena of the given size. Nothing runs."""
         self.lead, self.room.limit = reserved.lead, reserved.room
-        needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies}
-        needed[self.spare.arena] = 0
+        needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies, self.spare.arena: 0}
         changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
         if changing:
             self.forget()  # copies of layers hold views of the arenas
@@ -297,16 +296,22 @@ class Worker:
         Records how long it stands still.
         """
         self.device.drop_finished()
-        upload, coming = slot.weights.uploads[layer.index], [event for _, event in inputs if event is not None]
-        there = upload.enqueued.is_set and all(event.done() for event in (upload.end, *coming))
+        upload = slot.weights.uploads[layer.index]
+        there = upload.enqueued.is_set and upload.end.done() and all(end is None or end.done() for _, end in inputs)
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
             self._baton.wait(upload.enqueued.then)
         self.follow(upload.end)
-        for event in coming:
-            self.follow(event)
+        tensors = self.arrived(inputs)
         if could is not None:
             slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
+        return tensors
+
+    def arrived(self, inputs: Sequence[Arriving]) -> list[Tensor]:
+        """Return ``inputs``, once the compute stream waits for them."""
+        for _, event in inputs:
+            if event is not None:
+                self.follow(event)
         return [tensor for tensor, _ in inputs]
 
     def follow(self, event: Event) -> None:
@@ -346,8 +351,7 @@ class Worker:
 
     def close_slot(self, slot: Slot, memory: SlotMemory | None = None) -> None:
         """Free a slot's place behind what uses it [4]."""
-        memory = memory or self.planned
-        compute = self.device.compute
+        memory, compute = memory or self.planned, self.device.compute
         if (place := slot.weights.place) is None:  # all its microbatches have left it out, and it was not prepared
             slot.report_closed()
             slot.release()

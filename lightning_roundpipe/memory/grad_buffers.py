@@ -25,7 +25,6 @@ way. Those that are added are added part by part, while the next part lands.
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +158,7 @@ class _Blocks:
         generation: the number of calls of `clear`, after which blocks that were taken before do not come back.
     """
 
-    def __init__(self, new: Callable[[int], Tensor], limit: float) -> None:
+    def __init__(self, new: Callable[[int], Tensor], limit: int) -> None:
         self._new, self._limit = new, limit
         self.held = self.generation = 0
         self._lock = threading.Lock()
@@ -200,6 +199,11 @@ class _Blocks:
                 if block.kept:
                     (self._lent if lent else self._free).append(block)
 
+    def give_up_free(self) -> None:
+        """Free the memory of blocks that nothing uses."""
+        with self._lock:
+            self._free.clear()
+
     def clear(self) -> None:
         """Free all memory but what is taken, which is freed with those who have it."""
         with self._lock:
@@ -225,7 +229,13 @@ class GradientPool:
     scaling, several rounds, several machines), that is a block for each layer. Where it uses them layer by layer, a
     download that would exceed ``limit`` bytes waits for it, while it has complete gradients to go on with. It waits for
     nothing else: what is incomplete may come with the very download that would wait. What is to be added has a block
-    until it is; a download that would exceed ``limit`` bytes of these waits for that.
+    until it is; a download that would exceed ``limit`` bytes of these waits for that. In later windows of one round
+    nothing is added, so what the first window has for that is given up behind it.
+
+    Args:
+        device: any device; allocates host memory that copies asynchronously.
+        limit: see above.
+        largest: bytes of the largest sum in the gradients' own dtypes: what is kept for updates of narrowed ones.
 
     Attributes:
         keeps: whether new blocks are kept for reuse. In the first window, whose microbatches run one after another, all
@@ -233,15 +243,26 @@ class GradientPool:
         draining: the step whose gradients the optimizer uses layer by layer at the moment.
     """
 
-    def __init__(self, device: Device, limit: int) -> None:
+    def __init__(self, device: Device, limit: int, largest: int) -> None:
         self.limit = limit
         self.keeps = False
         self.draining: Ready | None = None
         self._arriving, self._landing = (_Blocks(device.host_buffer, limit) for _ in range(2))
         # Only the host writes to narrowed gradients' sums, so these need no page-locked memory.
-        self._wide = _Blocks(partial(torch.empty, dtype=torch.uint8), math.inf)
+        self._wide = _Blocks(partial(torch.empty, dtype=torch.uint8), largest)
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
+
+    def begin_window(self, *, keeps: bool) -> None:
+        """Begin a window. For ``keeps`` see above."""
+        if keeps and not self.keeps:
+            self._landing.give_up_free()
+        self.keeps = keeps
+
+    def give_up_free(self) -> None:
+        """Free the memory that no sum has at the moment."""
+        for blocks in (self._arriving, self._landing, self._wide):
+            blocks.give_up_free()
 
     def is_full(self, nbytes: int) -> bool:
         """Return whether the first download of a sum waits for an update."""
@@ -364,8 +385,9 @@ class GradientMemory:
         self._layers = layers
         self._see_trained()
         self._layouts: dict[_Call, GradientLayout] = {}
-        sizes = (GradientLayout(layer, [True] * len(layer.masters), reduction.dtype).travel_nbytes for layer in layers)
-        self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
+        all_trained = [GradientLayout(layer, [True] * len(layer.masters), reduction.dtype) for layer in layers]
+        in_flight = heapq.nlargest(layers_in_flight(workers), (layout.travel_nbytes for layout in all_trained))
+        self.pool = GradientPool(device, sum(in_flight), max((layout.nbytes for layout in all_trained), default=0))
 
     def begin(
         self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None, *,

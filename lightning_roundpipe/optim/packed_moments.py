@@ -139,6 +139,21 @@ def moment_of(state: Mapping[str, Any], key: str) -> Tensor | Moment | None:
     return Int8Moment(own, state[key + LARGEST], signed=key == MOMENTS[0])
 
 
+def first_state(parameter: Tensor, form: str, *, amsgrad: bool) -> dict[str, Any]:
+    """Return what Adam's and AdamW's fused kernels begin with, moments in ``form``: those of fp32 parameters."""
+    keys, shape = MOMENTS[: 3 if amsgrad else 2], parameter.shape
+    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
+    if form == FP32 or parameter.dtype is not torch.float32:
+        return state | {key: torch.zeros(shape, dtype=parameter.dtype) for key in keys}
+    if form == "bf16":
+        return state | {key: torch.zeros(shape, dtype=torch.bfloat16) for key in keys}
+    for key in keys:
+        _, nearest = _tables(signed=key == MOMENTS[0])
+        state[key] = torch.full(shape, int(nearest[0]), dtype=torch.uint8)
+        state[key + LARGEST] = torch.zeros(-(-parameter.numel() // BLOCK), dtype=torch.float32)
+    return state
+
+
 def pack(state: dict[str, Any], form: str) -> None:
     """Pack the fp32 moments in the state of a parameter.
 

@@ -90,6 +90,7 @@ class Parameters:
         shares: whether masters and their copies in compute precision share memory (`optim.split_masters`).
         by_layer: whether one machine updates a layer as its gradients are complete, so that they need memory only until
             then.
+        process: bytes of the process itself, see `process_bytes`.
     """
 
     trained: int
@@ -104,6 +105,7 @@ class Parameters:
     optimizer_state: str = "fp32"
     shares: bool = False
     by_layer: bool = False
+    process: int = 0
 
 
 def total(items: Iterable[Item]) -> int:
@@ -123,6 +125,28 @@ def size_text(nbytes: int) -> str:
 
 MASTER_BYTES = 4
 """Bytes of an element of master weights and gradients, which are fp32."""
+
+
+PROCESS_BYTES = 480 * 2**20
+"""Bytes of a process without a model. Measured (`benchmarks/bench_memory.py`): 360 MiB when PyTorch, Lightning,
+transformers and PEFT are imported, and 45 to 125 more for a run's modules, their replicas and other Python objects."""
+CONTEXT_BYTES = 2**28
+"""Bytes that a GPU's CUDA context and libraries take of the host. Assumed: one tensor on an RTX 3090 takes 114 MiB
+(github.com/pytorch/pytorch/issues/113326), without libraries of matrix products."""
+PAGE_SHARE = 64
+"""Linux has a record of 64 bytes for each page of 4 KiB: 4 of 256 GiB."""
+SYSTEM_BYTES = 2**30
+"""Bytes of the operating system beside these records. Assumed: its kernel, services and caches of files in use."""
+
+
+def process_bytes(gpus: int) -> int:
+    """Return the bytes that the process takes of the host, whatever it trains."""
+    return PROCESS_BYTES + gpus * CONTEXT_BYTES
+
+
+def system_bytes(host_memory: int) -> int:
+    """Return the bytes of a host's memory that the operating system takes."""
+    return host_memory // PAGE_SHARE + SYSTEM_BYTES
 
 
 def layers_in_flight(workers: int) -> int:
@@ -426,6 +450,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         Item(f"AdamW's two moments, {parameters.optimizer_state}{whose}", moments),
         Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
         Item(f"carried products of {plural(len(plan.carry), 'call')}", carried_bytes(plan, costs, workers), True),
+        Item("the process itself: Python, PyTorch, CUDA", parameters.process),
     ]
     return [item for item in items if item.nbytes]
 
@@ -449,7 +474,8 @@ def _gradient_items(
     stays = narrow and one_round and parameters.machines == 1
     when = " of the first window" if first_window else " in flight" if by_layer else ""
     held = min(own, in_flight) if by_layer else sum(sizes) if stays else own
-    used = min(max((call.gradient_bytes for call in trains), default=0), 2 * PIECE_BYTES) if stays else 0
+    largest_sum = max((call.gradient_bytes for call in trains), default=0)
+    used = (min(largest_sum, 2 * PIECE_BYTES) if parameters.by_layer else largest_sum) if stays else 0
     return [
         Item(f"gradients{when}, {'as they travel' if stays else 'fp32'}", held, locked=stays or not narrow),
         Item("gradients that an update uses, fp32", used),

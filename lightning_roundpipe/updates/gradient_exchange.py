@@ -151,18 +151,14 @@ class GradientExchange:
         """
         kind = -1 if contribution is None else KINDS.index(contribution.kind)
         total = 0.0 if contribution is None else contribution.total
-        row = [float(kind), total, float(self._asynchronous and bool(self.owner))]
-        mine = torch.tensor(row, dtype=torch.float64)
+        mine = torch.tensor([float(kind), total, float(self._shares_out)], dtype=torch.float64)
         everyones = [row.tolist() for row in self.peers.gather(mine, "the weights of the windows", GRADIENTS)]
         if len({asynchronous for *_, asynchronous in everyones}) > 1:
-            names = [
-                self.peers.liveness.name_of(rank)
-                for rank, (*_, asynchronous) in enumerate(everyones)
-                if not asynchronous
-            ]
+            waiting = [rank for rank, (*_, asynchronous) in enumerate(everyones) if not asynchronous]
+            names = ", ".join(map(self.peers.liveness.name_of, waiting))
             raise RoundPipeError(
-                f"on {', '.join(names)} a hook, callback or optimizer needs gradients or weights after each batch, and "
-                "on other machines it does not: use the same callbacks on each machine, or set shard_optimizer=False."
+                f"on {names} a hook, callback or optimizer needs gradients or weights after each batch, and on other "
+                "machines it does not: use the same callbacks on each machine, or set shard_optimizer=False."
             )
         if contribution is None:
             return 0.0

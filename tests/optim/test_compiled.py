@@ -1,12 +1,7 @@
 """Conversions that the C compiler translates give the bits of torch's operations."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_roundpipe.optim import compiled
 from lightning_roundpipe.optim.packed_moments import pack, unpacked
@@ -32,13 +27,13 @@ EDGES = (
 
 
 @pytest.fixture(autouse=True)
-def compile_again() -> Iterator[None]:
+def compile_again():
     compiled._library.cache_clear()
     yield
     compiled._library.cache_clear()
 
 
-def numbers() -> dict[str, Tensor]:
+def numbers():
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (LENGTH,), generator=generator).int()
     edges = torch.tensor([*EDGES, *(edge - 2**31 for edge in EDGES)], dtype=torch.int32)
@@ -46,28 +41,28 @@ def numbers() -> dict[str, Tensor]:
     return {"any bits": bits.view(torch.float32), "small": torch.randn(LENGTH, generator=generator) * 1e-5}
 
 
-def split(values: Tensor) -> list[Tensor]:
+def split(values):
     halves = SplitTensor(torch.empty(LENGTH, dtype=torch.bfloat16), torch.empty(LENGTH, dtype=torch.int16))
     halves.split_all(values)
     low = halves.low.where(~values.isnan(), halves.low.new_zeros(()))  # torch rounds NaN to one of two bf16 numbers
     return [halves.high, low, halves.join_all(torch.empty(LENGTH))]
 
 
-def packed(values: Tensor, form: str) -> list[Tensor]:
+def packed(values, form):
     state = {"step": torch.tensor(3.0), "exp_avg": values.clone(), "exp_avg_sq": values.abs()}
     pack(state, form)
     return [*state.values(), *unpacked(state).values()]
 
 
-def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_compiler(monkeypatch):
     compiled._library.cache_clear()
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
 
 
 @pytest.mark.parametrize("values", numbers().values(), ids=numbers())
 @pytest.mark.parametrize("form", ["halves", "bf16", "int8"])
-def test_bits_are_those_of_torch(form: str, values: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def convert() -> list[Tensor]:
+def test_bits_are_those_of_torch(form, values, monkeypatch):
+    def convert():
         return split(values) if form == "halves" else packed(values, form)
 
     mine = convert()
@@ -82,7 +77,7 @@ def test_bits_are_those_of_torch(form: str, values: Tensor, monkeypatch: pytest.
         assert torch.equal(one[there].signbit(), other[there].signbit())
 
 
-def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_named(monkeypatch):
     monkeypatch.setenv("CC", "false")
     with pytest.warns(UserWarning, match="false failed: .*set CC"):
         assert not compiled.convert("join", 0)
