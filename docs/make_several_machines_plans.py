@@ -108,7 +108,7 @@ def cells(machines: int, network: str | None, found: dict[Staleness, Outlook]) -
             cost = outlook.communication
             row += [
                 f"{outlook.tokens_per_s:,.0f}",
-                "–" if cost is None else f"{100 * cost.cost_s / cost.period_s:.0f} %",
+                "–" if cost is None else f"{100 * cost.cost_s / outlook.period_s:.0f} %",
             ]
     return row
 
