@@ -25,8 +25,10 @@ def library_bytes(torch_device: torch.device, others: int) -> int:
     cuBLAS has one for each thread and stream, which cuBLASLt uses, too.
     """
     said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))  # such as :4096:2:16:8
-    usual = _SINCE_HOPPER if torch.cuda.get_device_properties(torch_device).major >= 9 else _USUAL
-    each = sum(int(size) * int(count) * _KIB for size, count in said) if said else usual
+    if said:
+        each = sum(int(size) * int(count) * _KIB for size, count in said)
+    else:
+        each = _SINCE_HOPPER if torch.cuda.get_device_properties(torch_device).major >= 9 else _USUAL
     return (_THREADS + others) * each
 
 
