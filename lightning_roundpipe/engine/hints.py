@@ -26,7 +26,8 @@ class Hints:
     def after_step(self, switched_off: Sequence[str]) -> None:
         """Issue the hints that a finished step gives rise to. ``switched_off``: settings that were off during it."""
         for name in switched_off:
-            self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
+            wanted = " Pass use_cache=True in a call whose past_key_values are used." if name == "use_cache" else ""
+            self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.{wanted}")
 
     def of_one_microbatch(self, devices: int) -> None:
         """Hint: a step of one microbatch keeps one device busy at a time."""
