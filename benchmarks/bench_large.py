@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from bench_memory import resident, show_memory
 from common import BatchEnds, Stopwatch, parser_of, quiet, show
 from hydra import compose, initialize_config_module
 
@@ -29,7 +29,7 @@ from lightning_roundpipe.devices.host_memory import peak_bytes
 from lightning_roundpipe.planning.packing import PackedFormat, pack
 from lightning_roundpipe.tasks.fine_tuning import build
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 HIDDEN, INNER, LAYERS, VOCABULARY, KEYS = 2048, 8192, 16, 32_000, 8 * 64
 SEQUENCES, TOKENS, DEVICES, RANK = 4, 64, 2, 8
 MODEL = f"""model=llama3_1_8b model.hidden_size={HIDDEN} model.intermediate_size={INNER}
@@ -90,6 +90,15 @@ def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, B
     return job.trainer.strategy.report(), losses, watch
 
 
+def show_memory(title: str, design: list[tuple[str, int]], apart: list[tuple[str, int]], most: int) -> None:
+    """Print what there is by design, what comes on top of it here, and what was measured."""
+    by_design = sum(size for _, size in design)
+    should = by_design + sum(size for _, size in apart)
+    sums = [("with these", should), ("measured at the peak", most)]
+    rows = [(name, f"{size / MIB:,.0f}") for name, size in (*design, ("by design", by_design), *apart, *sums)]
+    show(f"Host memory of {title}, MiB", ("", "MiB"), [*rows, ("ratio", f"{most / should:.2f}")])
+
+
 def main() -> int:
     parser = parser_of(__doc__, steps=4)
     parser.add_argument("--host", default="5GiB", help="what the process may take at its peak")
@@ -98,7 +107,7 @@ def main() -> int:
     options = parser.parse_args()
     quiet()
     host, budget = parse_bytes(options.host, "--host"), parse_bytes(options.device, "--device")
-    design, apart = stated(resident(), budget, options.quantization)
+    design, apart = stated(int(psutil.Process().memory_info().rss), budget, options.quantization)
     print(
         f"Stated beforehand: {host / GIB:.2f} GiB of host memory, the {DEVICES} emulated devices of "
         f"{budget / GIB:.2f} GiB included. Counted: {sum(size for _, size in [*design, *apart]) / GIB:.2f} GiB."

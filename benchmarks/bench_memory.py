@@ -1,38 +1,54 @@
-"""Host memory of full fine-tuning at its peak, against what it should be.
+"""Host memory of training at its peak, part by part, against what `roundpipe-plan` counts.
 
-By design it is what `roundpipe-plan` counts: `planning.memory.host_items`.
+On emulated devices, workers' memory is the host's as well. What they count (arenas, activations, saved tensors) is
+subtracted at each moment. What is left of them is what a layer computes with meanwhile, such as gradients on their way
+into an arena. So the model has many small layers, and that is little beside the rest, as in large models.
 
-On a machine without a GPU the process itself and the emulated devices come on top, and what a layer takes while it
-computes. What is measured beyond that sum is user code (the loss is computed there) and what the allocator keeps.
+All larger blocks are mapped alone (`map_blocks`), as those of large models are: freed ones go back to the system. With
+``--heap`` they share the C library's heap with what devices compute with, which leaves gaps.
 
-    .venv/bin/python benchmarks/bench_memory.py [--steps 6] [--optimizer_state int8]
+    .venv/bin/python benchmarks/bench_memory.py [--optimizer_state bf16 --reduce_dtype bfloat16] [--lora]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import re
+import threading
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import torch
 from common import batches, parser_of, quiet, show, trainer
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import OPTIMIZER_STATES, REDUCE_DTYPES
-from lightning_roundpipe.devices.host_memory import forget_peak, peak_bytes
 from lightning_roundpipe.heap import give_back
-from lightning_roundpipe.planning.memory import Item, Parameters, host_items
+from lightning_roundpipe.memory.grad_buffers import GradientPool
+from lightning_roundpipe.planning.memory import Item, Parameters, host_items, process_bytes
 
 MIB = 2**20
+VOCABULARY = 8_000
+
+_M_MMAP_THRESHOLD = -3
+"""The constant of glibc's malloc.h."""
+
+
+def map_blocks() -> None:
+    """Map each block of 64 KiB or more alone, whatever was freed before."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
 
 
 def resident() -> int:
-    """Bytes of the process now."""
-    return int(psutil.Process().memory_info().rss)
+    """Bytes of the process now that are no file's."""
+    found = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * sum(map(int, found))
 
 
 def trimmed() -> int:
@@ -43,38 +59,80 @@ def trimmed() -> int:
 
 
 class Growth(pl.Callback):
-    """Resident bytes after each step, and at the end: of the process, and of what emulated devices count."""
+    """Samples the host's memory without that of devices while a run trains.
+
+    Attributes:
+        most: the most bytes.
+        after: bytes after each batch.
+        gradients: the most bytes that the pool of gradients had after the first window.
+        parts: bytes of weights and moments at the end, by the first word of their row in the plan.
+        planned: what the plan counts.
+    """
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
+    def __init__(self, before: int = 0) -> None:
+        self.before, self.most, self.gradients = before, 0, 0
         self.after: list[int] = []
-        self.at_rest = self.on_devices = 0
+        self.parts: dict[str, int] = {}
         self.planned: list[Item] = []
+        self._over = threading.Event()
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._engine = trainer.strategy._engine
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, self._host_bytes())
+            if self._engine.context.gradients.pool.keeps:
+                self.gradients = max(self.gradients, held(self._engine.context.gradients.pool))
+
+    def _host_bytes(self) -> int:
+        on_devices = sum(device.resident_bytes() for device in self._engine.context.pool.devices)
+        return resident() - on_devices - self.before
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.after.append(resident())
+        self.after.append(self._host_bytes())
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.at_rest = trimmed()
-        engine = trainer.strategy._engine
-        self.on_devices = sum(device.resident_bytes() for device in engine.context.pool.devices)
-        options, learned = engine.context.options, engine.context.learned
-        trained = sum(p.numel() for p in trainer.lightning_module.parameters())
-        known = Parameters(trained, 0, 2, optimizer_state=options.optimizer_state, shares=True, by_layer=True)
-        window = trainer.accumulate_grad_batches
-        self.planned = host_items(learned.plan, learned.costs, known, len(engine.context.pool.workers), window)
+        self._over.set()
+        self._thread.join()
+        context, model = self._engine.context, self._engine.model
+        trained = sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in trainer.lightning_module.parameters()) - trained
+        state = context.options.optimizer_state
+        known = Parameters(
+            trained, frozen, 2, optimizer_state=state, shares=True, by_layer=True, process=process_bytes(0)
+        )
+        window, workers = trainer.accumulate_grad_batches, len(context.pool.workers)
+        self.planned = host_items(context.learned.plan, context.learned.costs, known, workers, window)
+        flats = [flat for layer in model.layers for flat in layer.weights.flats]
+        states = trainer.optimizers[0].state.values()
+        self.parts = {
+            "trained": sum(flat.buffer.nbytes for flat in flats if flat.trained),
+            "frozen": sum(flat.source.nbytes for flat in flats if not flat.trained),
+            "AdamW's": sum(value.nbytes for own in states for key, value in own.items() if key != "step"),
+        }
+
+
+def held(pool: GradientPool) -> int:
+    """Bytes of the pool's blocks, used or not."""
+    every = (pool._arriving, pool._landing, pool._wide)
+    return sum(blocks.held + sum(block.nbytes for block in list(blocks._free)) for blocks in every)
 
 
 class Full(pl.LightningModule):
-    """A model of random weights, all of which are trained."""
+    """A model of random weights, all of which are trained, or adapters on bf16 weights."""
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, hidden: int, layers: int) -> None:
+    def __init__(self, hidden: int, layers: int, *, lora: bool = False) -> None:
         super().__init__()
+        self._lora = lora
         config = LlamaConfig(
-            vocab_size=32_000, hidden_size=hidden, intermediate_size=27 * hidden // 10, num_hidden_layers=layers,
+            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=27 * hidden // 10, num_hidden_layers=layers,
             num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 256), tie_word_embeddings=False,
         )  # fmt: skip
         with torch.device("meta"):
@@ -87,76 +145,71 @@ class Full(pl.LightningModule):
                 for parameter in self.model.parameters():
                     parameter.normal_(0.0, 0.02)
             self.model.model.rotary_emb.__init__(config=self.model.config)
+            if self._lora:
+                self.model = get_peft_model(self.model.to(torch.bfloat16), LoraConfig(target_modules="all-linear"))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-4, fused=True)
 
 
-def full(options: argparse.Namespace) -> None:
-    """All weights of a model, with AdamW."""
-    fit_full(64, 2, 2, options)  # all that is imported and started once
-    before = trimmed()
-    forget_peak()
-    module, strategy, growth = fit_full(options.hidden, options.layers, options.steps, options)
-    most = peak_bytes()
-    report = strategy.report()
-    trained = sum(p.numel() for p in module.parameters())
-    design = [(item.name, item.nbytes) for item in growth.planned]
-    activations = sum(size for name, size in design if name.startswith("boundary"))
-    apart = [
-        ("process before the model", before),
-        ("memory of the two emulated devices", sum(report["peak_device_bytes"])),
-        ("what their layers take while they compute: the peak over the steps' ends", most - max(growth.after)),
-    ]
-    show_memory(f"full fine-tuning of {trained / 1e6:.1f} M parameters, {report['plan']}", design, apart, most)
-    own = most - sum(size for _, size in apart) - activations
-    print(f"bytes a parameter at the peak, beside activations, process and devices: {own / trained:.2f}")
-    rest = growth.at_rest - growth.on_devices - before
-    sizes = f"{growth.at_rest / MIB:,.0f} MiB, of which the devices hold {growth.on_devices / MIB:,.0f}"
-    print(f"at the end, when no layer computes and free memory was given back: {rest / trained:.2f} ({sizes})")
-    print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
+def measure(options: argparse.Namespace) -> None:
+    """Train a model, and print its parts as planned and as measured."""
+    fit(64, 2, 2, options, Growth())  # all that is imported and started once
+    growth = Growth(trimmed())
+    module, strategy = fit(options.hidden, options.layers, options.steps, options, growth)
+    counts = [sum(p.numel() for p in module.parameters() if p.requires_grad is trained) for trained in (True, False)]
+    growth.parts |= {"gradients": growth.gradients, "the": growth.before}
+    most = growth.before + growth.most
+    rows, planned = [], sum(item.nbytes for item in growth.planned)
+    first = any("first window" in item.name for item in growth.planned)
+    for item in growth.planned:
+        kind = item.name.split(" ")[0]
+        found = 0 if first and kind == "gradients" else growth.parts.pop(kind, 0)
+        rows.append((item.name, f"{item.nbytes / MIB:,.0f}", f"{found / MIB:,.0f}" if found else ""))
+    rows.append(("together, and the peak", f"{planned / MIB:,.0f}", f"{most / MIB:,.0f}"))
+    rows.append(("ratio", "", f"{most / planned:.3f}"))
+    title = f"{counts[0] / 1e6:,.1f} M trained and {counts[1] / 1e6:,.1f} M frozen weights, {options.precision}"
+    show(f"Host memory, MiB: {title}", ("", "planned", "measured"), rows)
+    print(strategy.report()["plan"])
+    print(f"bytes a trained weight at the peak, without the process: {growth.most / counts[0]:.2f}")
+    print("after each batch (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
 
 
-def fit_full(
-    hidden: int, layers: int, steps: int, options: argparse.Namespace
-) -> tuple[Full, RoundPipeStrategy, Growth]:
+def fit(
+    hidden: int, layers: int, steps: int, options: argparse.Namespace, growth: Growth
+) -> tuple[Full, RoundPipeStrategy]:
     """Train a model of this shape on two emulated devices, a sequence a microbatch."""
-    module, growth = Full(hidden, layers), Growth()
+    module = Full(hidden, layers, lora=options.lora)
     emulation = {"poison": True}  # or pages of a device's memory would count that were never touched
     strategy = RoundPipeStrategy(
         memory_budget=options.budget, optimizer_state=options.optimizer_state, reduce_dtype=options.reduce_dtype,
         emulation=emulation,
     )  # fmt: skip
-    tokens = torch.randint(0, 32_000, (options.window * steps, options.tokens))
+    tokens = torch.randint(0, VOCABULARY, (options.window * steps, options.tokens))
     trainer(
         strategy, 2, precision=options.precision, callbacks=growth, accumulate_grad_batches=options.window
     ).fit(module, batches(tokens, 1))  # fmt: skip
-    return module, strategy, growth
-
-
-def show_memory(title: str, design: list[tuple[str, int]], apart: list[tuple[str, int]], most: int) -> None:
-    """Print what there is by design, what comes on top of it here, and what was measured."""
-    by_design = sum(size for _, size in design)
-    should = by_design + sum(size for _, size in apart)
-    sums = [("with these", should), ("measured at the peak", most)]
-    rows = [(name, f"{size / MIB:,.0f}") for name, size in (*design, ("by design", by_design), *apart, *sums)]
-    show(f"Host memory of {title}, MiB", ("", "MiB"), [*rows, ("ratio", f"{most / should:.2f}")])
+    return module, strategy
 
 
 def main() -> None:
-    parser = parser_of(__doc__, steps=3, hidden=1280, layers=20, tokens=64)
-    parser.add_argument("--budget", default="600MiB")
-    parser.add_argument("--precision", default="bf16-mixed")
+    parser = parser_of(__doc__, steps=4, hidden=512, layers=64, tokens=64)
+    parser.add_argument("--budget", default="200MiB")
+    parser.add_argument("--precision", default="bf16-true", choices=("bf16-true", "bf16-mixed"))
     parser.add_argument("--optimizer_state", default="fp32", choices=OPTIMIZER_STATES)
     parser.add_argument("--reduce_dtype", choices=REDUCE_DTYPES)
     parser.add_argument("--window", type=int, default=4, help="batches of a window")
+    parser.add_argument("--lora", action="store_true", help="train adapters on bf16 weights")
+    parser.add_argument("--heap", action="store_true", help="leave blocks to the C library's heap")
     options = parser.parse_args()
     quiet()
-    full(options)
+    if not options.heap:
+        map_blocks()
+    measure(options)
 
 
 if __name__ == "__main__":

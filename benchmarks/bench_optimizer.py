@@ -105,8 +105,11 @@ class Engine:
         batch.differentiated(1.0)
         self._updates.offer(batch)
         self._optimizer = optimizer
+        first = not self._updates.begun  # `submit` waits for it
+        self._came = (lambda: None) if first else lambda: readiness.forward_ended(())
+        if first:
+            readiness.forward_ended(())
         self._updates.submit(None)
-        self._came = lambda: readiness.set_read(())
 
     def finish(self) -> None:
         """Gradients come, and everything is updated."""

@@ -19,9 +19,9 @@ from paper_cases import Case
 from paper_schedules import run_case
 
 from lightning_roundpipe.planning.batch import PERIOD_STEPS
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.links import HostTime
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 
 STEADY = 2
@@ -37,16 +37,15 @@ def papers_seconds(case: Case) -> dict[Staleness, float]:
 
 def row_of(case: Case, staleness: Staleness, search_seconds: float) -> tuple[float, float, tuple[str, ...]]:
     """Plans and judges. Returns our time and that of the least work, both over the paper's, and a row of the table."""
-    costs, host = case.costs(), HostTime(hop_s=case.hop_ms / 1e3)
-    limits = Limits.usual(costs, case.workers, case.microbatches)
+    costs, rules = case.costs(), Rules(staleness, HostTime(hop_s=case.hop_ms / 1e3))
+    problem = Problem.usual(costs, case.workers, case.microbatches, rules=rules)
     start, processor = time.perf_counter(), time.process_time()
-    plan = search_partition(costs, case.workers, case.microbatches, limits, staleness, host, search_seconds)
+    plan = search_partition(problem, search_seconds)
     took, used = time.perf_counter() - start, time.process_time() - processor
-    rules = Rules(staleness, host=host)
     steps = STEADY * PERIOD_STEPS if staleness else 1
     run = run_steps(plan, costs, case.workers, case.microbatches, rules, steps)
     ours = run.period_s(PERIOD_STEPS) if staleness else run.makespan_s
-    saved = sum(call.forward_s for call in costs.calls[-1 - limits.max_fused : -1])
+    saved = sum(call.forward_s for call in costs.calls[-1 - problem.max_fused : -1])
     unfused = sum(2 * call.forward_s + call.backward_s for call in costs) - costs.calls[-1].forward_s
     least = case.microbatches * (unfused - saved) / case.workers
     paper = papers_seconds(case)[staleness]

@@ -13,25 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import (
-    Longest,
-    Outlook,
-    find_longest,
-    look_at,
-    memory_of,
-    plan_of_longest,
-    shape_of,
-    total,
-)
-from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
+from lightning_roundpipe.commands.plan_model import Longest, Outlook, find_longest, look_at, shape_of
 from lightning_roundpipe.commands.wish import Wish
-from lightning_roundpipe.planning.memory import device_bytes, device_items, host_items
 
 PAGE = Path(__file__).with_name("long-sequences.md")
 BEGIN, END = "<!-- figures: docs/make_long_sequences.py -->\n", "<!-- end of figures -->\n"
-BEGIN_LENGTHS, END_LENGTHS = "<!-- lengths: docs/make_long_sequences.py -->\n", "<!-- end of lengths -->\n"
 POSITIONS = 2**19
-LENGTHS = (2**16, 2**17)
 GPUS = (1, 8)
 
 
@@ -108,56 +95,6 @@ def find(row: Row, gpus: int) -> Found:
     return Found(gpus, outlook, longest, after / before - 1)
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a sequence of so many tokens takes on one GPU, by the plan that takes the least of it.
-
-    Attributes:
-        device: bytes of the GPU.
-        host: bytes of the host.
-    """
-
-    device: int
-    host: int
-
-
-def needs(row: Row, tokens: int) -> tuple[Need, Need]:
-    """Without tiles and in tiles."""
-    wish = row.wish(1)
-    machine, _ = choose_machine(wish.hardware, None, None, None, wish.host_memory)
-    shape = shape_of(wish, machine)
-    return _need(shape, wish, tokens), _need(shape.in_tiles(), wish, tokens)
-
-
-def _need(shape: ModelShape, wish: Wish, tokens: int) -> Need:
-    assert wish.microbatches is not None
-    costs = shape.costs(1, tokens)
-    plan = plan_of_longest(costs, shape, 1, wish.microbatches, memory_of(wish, shape.hardware))
-    items = device_items(plan, costs, 1, device_bytes(plan, costs, 1))
-    return Need(total(items), total(host_items(plan, costs, shape.parameters)))
-
-
-def setting(row: Row, tokens: int) -> list[str]:
-    """A row of the second table."""
-    whole, tiled = needs(row, tokens)
-    limit = memory_of(row.wish(1), choose_machine(row.wish(1).hardware, None, None, None, None)[0])
-    assert limit is not None
-    fits = [need.device <= limit for need in (whole, tiled)]
-    chosen = whole if fits[0] else tiled
-    return [
-        row.title,
-        f"{tokens:,}",
-        "`None`" if fits[0] else f"`{TILE}`" if fits[1] else "does not fit",
-        gib(whole.device),
-        gib(tiled.device),
-        gib(chosen.host),
-    ]
-
-
-def gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.1f}"
-
-
 def cells(row: Row, found: Found) -> list[str]:
     longest = found.outlook.longest
     assert longest is not None
@@ -173,29 +110,14 @@ def cells(row: Row, found: Found) -> list[str]:
 
 HEAD = ("model", "GPUs", "longest", "the paper's", "in tiles, planned", "computes longer")
 RULER = ("---", *("---:" for _ in HEAD[1:]))
-HEAD_OF_LENGTHS = (
-    "model", "tokens", "`token_tiles`", "GiB whole", "GiB in tiles", "GiB of the host",
-)  # fmt: skip
-RULER_OF_LENGTHS = ("---", "---:", "---", "---:", "---:", "---:")
 
 
-def table(rows: Sequence[Sequence[str]], head: Sequence[str] = HEAD, ruler: Sequence[str] = RULER) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ruler, *rows))
+def table(rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (HEAD, RULER, *rows))
 
 
 def between(page: str) -> str:
     return page.split(BEGIN)[1].split(END)[0]
-
-
-def write_lengths() -> None:
-    rows = []
-    for row in ROWS:
-        for tokens in LENGTHS:
-            rows.append(setting(row, tokens))
-            print(rows[-1], file=sys.stderr)
-    before, rest = PAGE.read_text().split(BEGIN_LENGTHS)
-    of_lengths = table(rows, HEAD_OF_LENGTHS, RULER_OF_LENGTHS)
-    PAGE.write_text(f"{before}{BEGIN_LENGTHS}\n{of_lengths}\n{END_LENGTHS}{rest.split(END_LENGTHS)[1]}")
 
 
 def main() -> None:
@@ -206,7 +128,6 @@ def main() -> None:
             print(rows[-1], file=sys.stderr)
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n```\n{ROWS[1].command}\n```\n\n{END}{rest.split(END)[1]}")
-    write_lengths()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of, total
+from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import ModelShape
 from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.planning.memory import total
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.pipeline import Staleness
 
@@ -97,9 +98,8 @@ def outlooks(row: Row, shape: ModelShape) -> Iterator[tuple[int, str | None, dic
 def cells(machines: int, network: str | None, found: dict[Staleness, Outlook]) -> list[str]:
     """A row of a table."""
     row = [str(machines), "–" if network is None else network.removesuffix("bit") + "bit/s"]
-    exact = found[0]
-    exchanged = exact.communication
-    row += ["–", "–"] if exchanged is None else [f"{exchanged.nbytes / 1e9:.2f}", f"{exchanged.busy_s:.1f}"]
+    exchanged = found[0].communication
+    row.append("–" if exchanged is None else f"{exchanged.nbytes / 1e9:.2f}")
     for outlook in found.values():
         if outlook.run is None:
             needs = total(outlook.host_items) / GIB
@@ -110,13 +110,10 @@ def cells(machines: int, network: str | None, found: dict[Staleness, Outlook]) -
                 f"{outlook.tokens_per_s:,.0f}",
                 "–" if cost is None else f"{100 * cost.cost_s / cost.period_s:.0f} %",
             ]
-    return [*row, f"{total(exact.host_items) / GIB:,.0f}"]
+    return row
 
 
-HEAD = (
-    "machines", "network", "GB a step", "s on it", "tokens/s", "not hidden", "one step late: tokens/s", "not hidden",
-    "host GiB",
-)  # fmt: skip
+HEAD = ("machines", "network", "GB a step", "tokens/s", "not hidden", "one step late: tokens/s", "not hidden")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

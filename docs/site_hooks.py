@@ -6,7 +6,7 @@ between two comments. Nothing between them is written by hand: run this file aft
     <!-- options -->            every option of RoundPipeStrategy
     <!-- configuration -->      every group of conf/ and its choices
     <!-- commands -->           every console command with its help
-    <!-- mistakes -->           messages of the strategy in tests/mistakes, but those about the form of one value
+    <!-- mistakes -->           what the strategy refuses in modules and the Trainer, from tests/mistakes
     <!-- end of options -->     and so on
 
 Only on the site, ``<!-- api: lightning_roundpipe.callbacks -->`` stands for the documentation of every name in that
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-from omegaconf import OmegaConf
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -153,9 +152,32 @@ def options() -> dict[str, tuple[str, str, str]]:
     return {one.name: (str(one.annotation), str(one.default), meanings[one.name]) for one in own if one.name != "self"}
 
 
+EXPLAINED = {
+    "batches.md#cutting-a-batch": ("num_microbatches", "microbatch_size", "loss_weight"),
+    "batches.md#evaluation": ("evaluation_batches",),
+    "batches.md#state-and-random-numbers": ("overlap",),
+    "layers.md#layers-and-plans": ("layers", "plan", "stage_seconds"),
+    "how-it-works.md#stages-go-to-the-gpus-not-the-other-way-round": ("round_microbatches",),
+    "optimizer.md#one-step-late": ("staleness",),
+    "optimizer.md#weights-in-4-bytes-moments-in-2-or-1": ("optimizer_state",),
+    "optimizer.md#on-the-workers-devices": ("optimizer_device",),
+    "planning.md#carried-products": ("carry_products",),
+    "debugging.md#when-it-fails": ("watchdog_timeout",),
+    "gpu.md#what-the-settings-do-on-a-gpu": ("memory_budget", "prefetch"),
+    "layers.md#weights-in-files": ("pin_memory",),
+    "layers.md#compiled-layers": ("compile_layers",),
+    "precision.md#gradients-on-their-way-to-the-host": ("reduce_dtype",),
+    "long-sequences.md#tiles-of-tokens": ("token_tiles",),
+    "several-machines.md": ("machine_timeout", "shard_optimizer", "network_dtype"),
+    "index.md#without-a-gpu": ("emulation",),
+}
+"""The places that explain options."""
+
+
 def _options() -> str:
+    places = {name: place for place, names in EXPLAINED.items() for name in names}
     return "\n\n".join(
-        f"### `{name}`\n\n`{kind}`, default `{default}`\n\n{_sentence(meaning)}"
+        f"### `{name}`\n\n`{kind}`, default `{default}`\n\n{_sentence(meaning)} [More]({places[name]})"
         for name, (kind, default, meaning) in options().items()
     )
 
@@ -176,38 +198,13 @@ def groups() -> dict[str, str]:
     return {**named, **{name: "machines that `roundpipe-plan` knows" for name in others if name not in named}}
 
 
-_ALIKE = {
-    "The shape of": "Shapes of published models, whose weights `roundpipe-train` takes from `model.weights`",
-    "A twin of": "Their twins in less than a million random weights, with the same code",
-    ".* as arXiv 2604.27085 measured": "[Rows of the paper](large-models.md#how-to-train-them), with random weights",
-}
-"""Choices that are listed by name, by the beginning of their heads."""
-
-
 def _configuration() -> str:
-    parts = ["[conf/train.yaml](../conf/train.yaml) chooses one of each group."]
+    lines = ["| group | what it is for | choices |", "| --- | --- | --- |"]
     for group, meaning in groups().items():
         files = sorted((ROOT / "conf" / group).glob("*.yaml"))
-        heads = {f"[`{file.stem}`](../conf/{group}/{file.name})": _head(file) for file in files}
-        alike = {text: [name for name in heads if re.match(start, heads[name])] for start, text in _ALIKE.items()}
-        listed = {name for names in alike.values() for name in names}
-        rows = [f"| {name} | {head} |" for name, head in heads.items() if name not in listed]
-        table = "\n".join(["| choice | what it is |", "| --- | --- |", *rows])
-        others = "".join(f"\n\n{text}: {', '.join(names)}." for text, names in alike.items() if names)
-        parts.append(f"## `{group}`\n\n{_sentence(meaning)}.\n\n{table}{others}")
-    return "\n\n".join(parts)
-
-
-def _head(file: Path) -> str:
-    """The first sentence of the comment at the head of a configuration file, or the title in it."""
-    lines = file.read_text().splitlines()
-    comments = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        comments.append("" if "@package" in line else line.removeprefix("#").strip())
-    text = " ".join(filter(None, comments)) or str(OmegaConf.load(file).get("title", ""))
-    return re.sub(r"([*_<|\[])", r"\\\1", re.match(r".*?\.(?= |$)|.*", text)[0])  # type: ignore[index]
+        choices = ", ".join(f"[`{file.stem}`](../conf/{group}/{file.name})" for file in files)
+        lines.append(f"| `{group}` | {meaning} | {choices} |")
+    return "\n".join(lines)
 
 
 def _commands() -> str:
@@ -220,6 +217,7 @@ def _commands() -> str:
         if done.returncode:
             raise RuntimeError(f"{name} --help failed:\n{done.stderr}")
         text = re.sub(r"(?ms)^groups and their choices:$.*?(?=^settings:)", "groups: below\n\n", done.stdout)
+        text = re.sub(r"(?s) Examples:\n.*", "", text)  # other pages have them
         parts.append(f"## `{name}`\n\n```text\n{text.strip()}\n```")
     return "\n\n".join(parts)
 
@@ -250,20 +248,16 @@ def _section(file: Path, name: str) -> tuple[str, list[list[str]]]:
     raise LookupError(f"{file} has no {name}")
 
 
-_ONE_VALUE = re.compile(
-    r"[\w.]*=?… must be$|[\w.]+=… is not a size$|\w+=… is no|.* has no (option|setting) |.* are both set$"
-    r"|plan: .* a span"
-)
-"""Messages that say all there is to say about one value."""
+_CLEAR = ("Microbatches", "Layers and plans", "Memory", "Other options", "The batch", "Checkpoints")
+"""Sections of values of options, batches to be cut, and files: their messages say all there is to say."""
 
 
 def _mistakes() -> str:
     parts = []
     for section, rows in mistakes().items():
-        if "`roundpipe-train`" in section:  # of files and settings, which these messages name
-            continue
-        lines = [f"| {what} | `{says}` |" for what, says, _ in rows if not _ONE_VALUE.match(says)]
-        parts.append("\n".join([f"## {section}\n", "| what is wrong | the message begins |", "| --- | --- |", *lines]))
+        # Messages of `roundpipe-train` are of files and settings, and name them.
+        if section not in _CLEAR and "`roundpipe-train`" not in section:
+            parts.append("\n".join([f"## {section}\n", *(f"- {what}" for what, *_ in rows)]))
     return "\n\n".join(parts)
 
 

@@ -114,10 +114,10 @@ class RoundPipeStrategy(SeveralMachines):
             many as fit into device memory.
         layers: module classes, class names or qualified names. Each such module is a layer, which moves as a whole.
             Default: the strategy finds them.
-        plan: ``"measured"`` makes the plan from the times of the first batch. ``"static"`` makes it from the shapes in
-            that batch, so that every run of the same model has the same plan. Or the stages by hand, as
-            ``report()["plan"]`` prints them, such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. A
-            single microbatch has a plan only by hand.
+        plan: ``"measured"`` makes the plan from the times of the first batch, ``"static"`` from its shapes, so that
+            every run of the same model has the same plan. Or the stages by hand, as ``report()["plan"]`` prints them,
+            such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. A single microbatch has a plan only by
+            hand.
         loss_weight: how much microbatches count. Default: a method ``loss_weight`` of the LightningModule; else the
             parts of a batch by their samples, and the batches of a window alike. A function of a microbatch, or
             ``"targets"``, the number of targets of its mean cross entropy, weighs all microbatches of a window.
@@ -133,8 +133,8 @@ class RoundPipeStrategy(SeveralMachines):
         compile_layers: whether to compile layers with ``torch.compile``; or its arguments, such as
             ``{"dynamic": False}``.
         reduce_dtype: dtype in which gradients are copied from a device to the host, which sums them in fp32:
-            ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: the dtype of their
-            sums, which is that of the trained weights (fp32).
+            ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: that of the trained
+            weights (fp32).
         optimizer_state: form of Adam's and AdamW's moments in host memory: ``"fp32"``, as in plain training;
             ``"bf16"``, half the bytes; ``"int8"``, a quarter, in blocks as in bitsandbytes' optimizers. Checkpoints
             have the same form. A run resumes from any form.
@@ -142,18 +142,17 @@ class RoundPipeStrategy(SeveralMachines):
             Muon's matrices, is stepped on the workers' devices, by the same optimizer; AdamW still on the host.
         machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
             one has died or hangs, and within which all must have come to the start.
-        carry_products: whether outputs of matrix products and attention may go to host memory and back, instead of
-            being computed again for backward: the plan does so where links and host memory make it faster. They take up
-            to three quarters of the free host memory, page-locked.
+        carry_products: whether outputs of matrix products and attention may go to host memory and back, where that is
+            faster than computing them again for backward. They take up to three quarters of the free host memory,
+            page-locked.
         shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
         network_dtype: dtype in which gradients travel between machines: ``"bfloat16"`` halves the bytes and rounds.
             Default: their own.
         token_tiles: modules that take their tokens in tiles, for long sequences, and the tokens of a tile:
-            ``{"mlp": 1024}`` has all modules of that name hold the intermediates of 1,024 tokens only. A name is the
-            last part or parts of a module's qualified name. The modules must compute each token from that token alone.
-            Outputs are those of all tokens at once; gradients of weights are summed tile by tile, in the weights'
-            dtype, and so are equal to rounding. A number alone is for what Hugging Face's layers name so: mlp,
-            feed_forward, experts and the norms before and after them. Default: no tiles.
+            ``{"mlp": 1024}``. A name is the last part or parts of a module's qualified name. The modules must compute
+            each token from that token alone; gradients of weights are summed tile by tile, in the weights' dtype. A
+            number alone is for what Hugging Face's layers name mlp, feed_forward, experts, and the norms before and
+            after them. Default: no tiles.
         overlap: whether microbatches overlap. False runs one after another, each as a whole: for code that shares state
             outside of modules' attributes between microbatches.
         evaluation_batches: batches per device that validation, test and prediction have in flight.

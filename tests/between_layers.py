@@ -1,12 +1,10 @@
 """Models whose layers are small, and whose code between layers makes and holds most of what is on a worker."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from harness import seeded
+from torch import nn
 from zoo.batches import vector_batch
-from zoo.modules import ZooModule
 from zoo.plain import PlainClassifier
 from zoo.registry import make_module
 
@@ -16,13 +14,13 @@ WIDTH = 16
 class Dense(nn.Module):
     """Each layer takes what all layers before have returned, concatenated."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Linear(8, WIDTH)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH * (i + 1), WIDTH) for i in range(6))
         self.head = nn.Linear(WIDTH * 7, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         found = [self.stem(x)]
         for block in self.blocks:
             found.append(F.relu(block(torch.cat(found, 1))))
@@ -33,16 +31,15 @@ BUILDS = {"dense": Dense}
 CALLS = 8
 
 
-def model(name: str) -> ZooModule:
+def model(name):
     """The module ``name``; "unet", whose skip connections are held between layers, is the zoo's."""
     if name not in BUILDS:
         return make_module(name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
+    with seeded(7):
         return PlainClassifier(BUILDS[name]())
 
 
-def batch(name: str, samples: int) -> object:
+def batch(name, samples):
     if name not in BUILDS:
         from zoo import make_batches
 

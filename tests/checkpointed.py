@@ -1,34 +1,29 @@
 """Modules whose training_step puts `torch.utils.checkpoint` around layers and the code between them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-import lightning.pytorch as pl
 import torch
 import zoo
-from torch import Tensor, nn
+from harness import Learner, seeded
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from traps import Block
 
-KINDS: dict[str, bool | None] = {"reentrant": True, "not reentrant": False}
+KINDS = {"reentrant": True, "not reentrant": False}
 
 
 class Drops(Block):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout):
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.dropout(super().forward(x), self.dropout)
 
 
-class Net(pl.LightningModule):
+class Net(Learner, optimizer=torch.optim.AdamW, lr=0.01):
     """A stem, three blocks and a head, with code of its own between them."""
 
-    def __init__(self, reentrant: bool | None, dropout: float = 0.0) -> None:
+    def __init__(self, reentrant, dropout=0.0):
         """``reentrant``: the kind of checkpoints; None: there are none. ``dropout`` is that of all code."""
         super().__init__()
         self.reentrant = reentrant
@@ -39,33 +34,30 @@ class Net(pl.LightningModule):
         self.dropout = dropout
         self.drop = nn.Dropout(dropout)
 
-    def again(self, function: Callable[..., Any], *args: Any) -> Any:
+    def again(self, function, *args):
         if self.reentrant is None:
             return function(*args)
         return checkpoint(function, *args, use_reentrant=self.reentrant)
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x, y):
         raise NotImplementedError
 
-    def two(self, h: Tensor) -> Tensor:
+    def two(self, h):
         h = self.drop(self.blocks[0](h))
         return self.blocks[1](h * torch.sigmoid(h)).tanh() * self.norm_scale
 
-    def loss(self, h: Tensor, y: Tensor) -> Tensor:
+    def loss(self, h, y):
         logits = self.head(torch.tanh(h) * self.norm_scale)
         return F.cross_entropy(F.dropout(logits, self.dropout) * torch.sigmoid(logits), y)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.step(batch["x"], batch["y"])
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
 
 class HeadAndLoss(Net):
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x, y):
         h = self.stem(x)
         for block in self.blocks:
             h = block(h)
@@ -73,7 +65,7 @@ class HeadAndLoss(Net):
 
 
 class TwoBlocks(Net):
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x, y):
         h = self.again(self.two, self.stem(x))
         return self.loss(self.blocks[2](h), y)
 
@@ -81,8 +73,8 @@ class TwoBlocks(Net):
 class OneBlockTwice(Net):
     """In the same checkpoint, so that its calls draw other numbers."""
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        def both(h: Tensor) -> Tensor:
+    def step(self, x, y):
+        def both(h):
             return self.blocks[0](torch.sin(self.blocks[0](h.sin())))
 
         h = self.again(both, self.stem(x))
@@ -92,15 +84,15 @@ class OneBlockTwice(Net):
 class Everything(Net):
     """The whole body. A reentrant checkpoint needs an input that requires grad."""
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        def body(x: Tensor) -> Tensor:
+    def step(self, x, y):
+        def body(x):
             return self.blocks[2](self.two(self.stem(x)).relu())
 
         return self.loss(self.again(body, x.requires_grad_()), y)
 
 
 class Nested(Net):
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x, y):
         h = self.again(lambda h: self.blocks[2](self.again(self.two, h)).sin(), self.stem(x))
         return self.again(self.loss, h, y)
 
@@ -108,11 +100,10 @@ class Nested(Net):
 PLACES = [HeadAndLoss, TwoBlocks, OneBlockTwice, Everything, Nested]
 
 
-def build(place: type[Net], kind: str = "", **options: Any) -> Net:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+def build(place, kind="", **options):
+    with seeded(5):
         return place(KINDS.get(kind), **options)
 
 
-def batches() -> list[Any]:
+def batches():
     return zoo.make_batches("mlp", count=4, samples=8)

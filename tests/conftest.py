@@ -1,7 +1,5 @@
 """What holds for every test: same seeds, no network, and nothing left behind."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -10,9 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,7 +31,7 @@ SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 """Ids of tests that are slow beside those with the mark; see ``--note-slow``."""
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     """What decides the last bits of numbers: `make test-processors` runs the tests with others."""
     import torch
 
@@ -44,13 +40,13 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}: " + ", ".join([f"{kernels} kernels", *others, f"OMP_NUM_THREADS={threads}"])
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--note-slow", type=float, metavar="SECONDS", help=f"add tests that take as long to {SLOW_TESTS.name}"
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if config.getoption("--note-slow") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_SlowNotes(config.getoption("--note-slow")))
 
@@ -58,10 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 class _SlowNotes:
     """Adds the tests that take at least ``seconds`` to `SLOW_TESTS`."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self._seconds, self._found = seconds, set(_slow_tests())
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if (
             report.when == "call"
             and report.passed
@@ -70,16 +66,16 @@ class _SlowNotes:
         ):
             self._found.add(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self):
         SLOW_TESTS.write_text("".join(f"{name}\n" for name in sorted(self._found)))
 
 
-def _slow_tests() -> list[str]:
+def _slow_tests():
     return SLOW_TESTS.read_text().splitlines() if SLOW_TESTS.exists() else []
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     slow = set(_slow_tests())
     for item in items:
         if item.nodeid in slow:
@@ -87,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _skip_without_gpu(items)
 
 
-def _skip_without_gpu(items: list[pytest.Item]) -> None:
+def _skip_without_gpu(items):
     """Skips the tests marked `gpu` where there is no CUDA device. torch is imported only if there are any."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
@@ -100,7 +96,7 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeds() -> None:
+def seeds():
     """Every test starts from the same random state, whatever ran before it."""
     import numpy as np
     import torch
@@ -111,7 +107,7 @@ def seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
+def same_environment():
     """Puts back environment variables and the thread count of torch's operators, which change the bits of a sum."""
     import torch
 
@@ -123,7 +119,7 @@ def same_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def same_loggers() -> Iterator[None]:
+def same_loggers():
     """Puts back what commands and benchmarks change about the process's loggers: others' messages would be lost."""
     import lightning.pytorch  # noqa: F401  # its loggers get their handlers when it is imported
 
@@ -143,7 +139,7 @@ def same_loggers() -> Iterator[None]:
 
 
 @pytest.fixture
-def device() -> Iterator[Any]:
+def device():
     """One emulated device."""
     import torch
 
@@ -156,26 +152,26 @@ def device() -> Iterator[Any]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch):
     """What the strategy informs of."""
-    lines: list[str] = []
+    lines = []
     monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", lines.append)
     return lines
 
 
 @pytest.fixture
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_folder(tmp_path, monkeypatch):
     """An empty one, which is the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def plan_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def plan_command(capsys, monkeypatch):
     """Runs ``roundpipe-plan`` with its arguments in this process: exit code, standard output, standard error."""
     from lightning_roundpipe.commands import plan
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
         code = plan.main()
         captured = capsys.readouterr()
@@ -185,7 +181,7 @@ def plan_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(autouse=True)
-def no_threads_left() -> Iterator[None]:
+def no_threads_left():
     """Fails a test that leaves a thread behind which is ours, or which would keep the interpreter from leaving."""
     before = set(threading.enumerate())
     yield
@@ -196,22 +192,22 @@ def no_threads_left() -> Iterator[None]:
         pytest.fail(f"threads left behind: {', '.join(sorted(thread.name for thread in left))}")
 
 
-def _threads_that_matter(before: set[threading.Thread]) -> list[threading.Thread]:
+def _threads_that_matter(before):
     threads = (t for t in threading.enumerate() if t not in before)
     return [t for t in threads if _ours(t) or not (t.daemon or _ends_at_exit(t))]
 
 
-def _ends_at_exit(thread: threading.Thread) -> bool:
+def _ends_at_exit(thread):
     """Whether it is one of Python's executors, as torch's compiler has, which end before the interpreter does."""
     return getattr(getattr(thread, "_target", None), "__module__", "") == "concurrent.futures.thread"
 
 
-def _ours(thread: threading.Thread) -> bool:
+def _ours(thread):
     homes = [type(thread).__module__, getattr(getattr(thread, "_target", None), "__module__", None) or ""]
     return "roundpipe" in thread.name.lower() or any(home.startswith("lightning_roundpipe") for home in homes)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What has been imported stays: the collector, which many tests call, does not walk through it each time."""
     gc.collect()
     gc.freeze()

@@ -7,19 +7,16 @@ Microbatches skip layers, call some twice, and swap two, in any window but the f
 Formats that round gradients or weights give what an engine with one kind worker gives, to the bit.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import harness
 import torch
+from harness import seeded
 from patience import PATIENCE_S
 from torch import Tensor, nn
 
@@ -28,8 +25,7 @@ from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.emulated import make_emulated
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 WIDTH, BLOCKS = 8, 4
 CALLS = BLOCKS + 2
@@ -43,16 +39,16 @@ class Boom(Exception):
 class Fuse:
     """Raises when code comes to a place for the ``left``-th time; copies of the model share it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.place, self.left = "", 0
         self.pause = random.Random(0)
-        self.seen: list[tuple[int, int]] = []
+        self.seen = []
         """The sections of user code that microbatches came to: section, and number of the microbatch."""
 
-    def __deepcopy__(self, memo: Any) -> Fuse:
+    def __deepcopy__(self, memo):
         return self
 
-    def __call__(self, place: str) -> None:
+    def __call__(self, place):
         if self.pause.random() < 0.05:
             time.sleep(self.pause.random() * 1e-3)
         if place == self.place:
@@ -63,28 +59,28 @@ class Fuse:
 
 class _Mined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fuse: Fuse, place: str) -> Tensor:
+    def forward(ctx, x, fuse, place):
         ctx.fuse, ctx.place = fuse, place
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         ctx.fuse(ctx.place)
         return grad, None, None
 
 
-def mined(x: Tensor, fuse: Fuse, place: str) -> Tensor:
-    return _Mined.apply(x, fuse, place)  # type: ignore[no-untyped-call,no-any-return]
+def mined(x, fuse, place):
+    return _Mined.apply(x, fuse, place)
 
 
 class Block(nn.Module):
     """Gives two tensors; one of the blocks writes to its input."""
 
-    def __init__(self, fuse: Fuse, *, writes: bool = False) -> None:
+    def __init__(self, fuse, *, writes=False):
         super().__init__()
         self.inner, self.fuse, self.writes = nn.Linear(WIDTH, WIDTH), fuse, writes
 
-    def forward(self, h: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, h, mask):
         self.fuse("layer")
         if self.writes:
             h.clamp_(-1.5, 1.5)
@@ -95,17 +91,16 @@ class Block(nn.Module):
 class Network(nn.Module):
     """User code between layers reads a weight, and writes in place."""
 
-    def __init__(self, fuse: Fuse) -> None:
+    def __init__(self, fuse):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
+        with seeded(3):
             self.embed, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 3)
             self.blocks = nn.ModuleList(Block(fuse, writes=i == 2) for i in range(BLOCKS))
             self.blocks[1].requires_grad_(False)
             self.scale = nn.Parameter(torch.ones(WIDTH))
         self.fuse = fuse
 
-    def loss(self, x: Tensor, order: Sequence[int], microbatch: int = 0) -> Tensor:
+    def loss(self, x, order, microbatch=0):
         mask = (x[:, :1] > -2).to(x.dtype)
         h, extra = self.embed(x), x.new_zeros(())
         for section, number in enumerate(order):
@@ -118,8 +113,7 @@ class Network(nn.Module):
             h = mined(h, self.fuse, "user code backward")
         out = self.head(h)
         self.fuse("loss")
-        loss: Tensor = out.square().mean() + 0.1 * extra
-        return loss
+        return out.square().mean() + 0.1 * extra
 
 
 class FusedSGD(torch.optim.SGD):
@@ -127,11 +121,11 @@ class FusedSGD(torch.optim.SGD):
 
     independent_parameters = True
 
-    def __init__(self, fuse: Fuse, *args: Any, **options: Any) -> None:
+    def __init__(self, fuse, *args, **options):
         super().__init__(*args, **options)
         self._fuse = fuse
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         self._fuse("optimizer")
         return super().step(closure)
 
@@ -161,7 +155,7 @@ class Round:
     narrow: bool
 
     @classmethod
-    def draw(cls, seed: int) -> Round:
+    def draw(cls, seed):
         draw = random.Random(seed)
         count, windows = draw.randint(1, 6), []
         for number in range(5):
@@ -189,13 +183,13 @@ class Round:
             narrow=plan is not None and formats.random() < 0.4,  # rounds, which a plan has, round on their own
         )
 
-    def kindly(self) -> Round:
+    def kindly(self):
         """Return the same training on one worker, all of it in one stage."""
         plan = None if self.plan is None else harness.single(CALLS, Plan.parse(self.plan).round_microbatches)
         return replace(self, devices=1, plan=plan, prefetch=1)
 
 
-def _order(draw: random.Random, odd: bool) -> list[int]:
+def _order(draw, odd):
     order = list(range(BLOCKS))
     if not odd:
         return order
@@ -210,10 +204,10 @@ def _order(draw: random.Random, odd: bool) -> list[int]:
     return order
 
 
-def _plan(draw: random.Random, count: int, carries: random.Random, least: int) -> str:
+def _plan(draw, count, carries, least):
     first = draw.randint(0, CALLS - 1)
 
-    def cuts() -> tuple[Span, ...]:
+    def cuts():
         ends = [0, *(c for c in range(1, first) if draw.random() < 0.5), first]
         return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
 
@@ -226,13 +220,13 @@ def _plan(draw: random.Random, count: int, carries: random.Random, least: int) -
 class Plainly:
     """The same training without an engine: one microbatch after another."""
 
-    def __init__(self, staleness: int) -> None:
+    def __init__(self, staleness):
         self.network = Network(Fuse())
         self.read = copy.deepcopy(self.network) if staleness else self.network
         # A rate with which no round diverges: rounding alone would then tell weights apart.
         self._optimizer = torch.optim.SGD(self.network.parameters(), lr=0.05, momentum=0.5)
 
-    def window(self, microbatches: Sequence[tuple[Tensor, list[int]]]) -> None:
+    def window(self, microbatches):
         self.network.zero_grad()
         self.read.zero_grad()
         for x, order in microbatches:
@@ -244,7 +238,7 @@ class Plainly:
                     used.copy_(master)  # what the next window reads: without this window's update
         self._optimizer.step()
 
-    def catch_up(self) -> None:
+    def catch_up(self):
         """Let the next window read the newest weights."""
         self.read.load_state_dict(self.network.state_dict())
 
@@ -252,7 +246,7 @@ class Plainly:
 class Engined:
     """The round's training under an engine."""
 
-    def __init__(self, drawn: Round, emulation: Emulation) -> None:
+    def __init__(self, drawn, emulation):
         self.fuse = Fuse()
         self.module = nn.Module()
         self.module.net = self.network = Network(self.fuse)
@@ -270,9 +264,9 @@ class Engined:
         if drawn.apart:
             self.engine.enable_async_optimizer(lambda: self._optimizer)
 
-    def window(self, microbatches: Sequence[tuple[Tensor, list[int]]]) -> None:
-        functions: list[Callable[[], Tensor]] = [
-            lambda x=x, order=order, index=index: self.network.loss(x.to(self._dtype), order, index)  # type: ignore[misc]
+    def window(self, microbatches):
+        functions = [
+            lambda x=x, order=order, index=index: self.network.loss(x.to(self._dtype), order, index)
             for index, (x, order) in enumerate(microbatches)
         ]
         self.fuse.seen = []
@@ -297,7 +291,7 @@ class Engined:
         else:
             updates.submit(None)
 
-    def restore(self, state: dict[str, Tensor], momentum: dict[str, Any]) -> None:
+    def restore(self, state, momentum):
         """Go on from other weights, as from a checkpoint."""
         self.fuse.place = ""
         self.engine.settle()
@@ -305,16 +299,16 @@ class Engined:
             self.network.load_state_dict(state)
         self._optimizer.load_state_dict(momentum)
 
-    def catch_up(self) -> None:
+    def catch_up(self):
         """Let the next window read the newest weights."""
         self.engine.settle()
         self.restore(_copied(self.network), self.momentum())
 
-    def momentum(self) -> dict[str, Any]:
+    def momentum(self):
         return copy.deepcopy(self._optimizer.state_dict())
 
 
-def run(seed: int) -> str:
+def run(seed):
     """Run one round.
 
     Returns:
@@ -348,7 +342,7 @@ def run(seed: int) -> str:
     return outcome
 
 
-def _fail(ours: Engined, drawn: Round, plain: Plainly | Engined, window: Any) -> str:
+def _fail(ours, drawn, plain, window):
     """Train into an error, and go on from the weights in front of it."""
     assert drawn.error is not None
     ours.engine.settle()
@@ -368,11 +362,11 @@ def _fail(ours: Engined, drawn: Round, plain: Plainly | Engined, window: Any) ->
     return outcome
 
 
-def _copied(network: nn.Module) -> dict[str, Tensor]:
+def _copied(network):
     return {name: value.clone() for name, value in network.state_dict().items()}
 
 
-def _compare(plain: Plainly | Engined, ours: Engined, drawn: Round) -> None:
+def _compare(plain, ours, drawn):
     if exact := isinstance(plain, Engined):
         plain.engine.settle()
     pairs = zip(plain.network.state_dict().items(), ours.network.state_dict().values(), strict=True)

@@ -1,15 +1,9 @@
 """Runs of ``roundpipe-train`` in this process, whose trained module stays at hand."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 from harness import quiet
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from torch import Tensor
 
 import lightning_roundpipe.train  # noqa: F401  (its resolvers)
 from lightning_roundpipe.tasks.fine_tuning import build, run
@@ -17,7 +11,7 @@ from lightning_roundpipe.tasks.fine_tuning import build, run
 TOKENS = torch.arange(2, 26).reshape(2, 12)
 
 
-def train(folder: Path, *overrides: str) -> Any:
+def train(folder, *overrides):
     """Train in ``folder``, as ``roundpipe-train experiment=random_tokens`` does, and return the module."""
     folder.mkdir(parents=True)
     settings = [
@@ -38,7 +32,6 @@ def train(folder: Path, *overrides: str) -> Any:
     return job.task
 
 
-def logits(model: Any) -> Tensor:
+def logits(model):
     with torch.no_grad():
-        found: Tensor = model.eval()(TOKENS).logits
-        return found
+        return model.eval()(TOKENS).logits

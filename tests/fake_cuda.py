@@ -1,16 +1,11 @@
 """The part of ``torch.cuda`` that devices use, played on the CPU: what is enqueued is done at once."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakSet
 
-import pytest
 import torch
 
 from lightning_roundpipe import strategy
@@ -22,45 +17,45 @@ GPU_CLOCK_AHEAD = 1234.5
 """Seconds by which the fake GPU's clock differs from the host's."""
 
 
-DEAD: list[int] = []
+DEAD = []
 """The number of a CUDA error after which every call fails with it."""
 
 
-def refuse_if_dead() -> None:
+def refuse_if_dead():
     if DEAD:
         raise accelerator_error(DEAD[0])
 
 
-def accelerator_error(number: int) -> RuntimeError:
+def accelerator_error(number):
     """What torch raises for CUDA's error of that number."""
     error = torch.AcceleratorError(f"CUDA error: number {number}")
-    error.error_code = number  # type: ignore[attr-defined]
+    error.error_code = number
     return error
 
 
 class FakeEvent:
     """Reached as soon as it is recorded, unless its stream is busy."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+    def __init__(self, enable_timing=False, blocking=False):
         self.timed = enable_timing
-        self.stream: FakeStream | None = None
+        self.stream = None
         self.at = 0.0
 
-    def record(self, stream: FakeStream) -> None:
+    def record(self, stream):
         refuse_if_dead()
         self.stream, self.at = stream, time.perf_counter() + GPU_CLOCK_AHEAD
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         refuse_if_dead()
         assert self.stream is not None, "waited for an event that was never recorded"
         self.stream.busy = False
         SYNCHRONIZED.append(threading.current_thread().name)
 
-    def query(self) -> bool:
+    def query(self):
         refuse_if_dead()
         return self.stream is not None and not self.stream.busy
 
-    def elapsed_time(self, later: FakeEvent) -> float:
+    def elapsed_time(self, later):
         assert self.timed and later.timed
         return (later.at - self.at) * 1e3
 
@@ -68,36 +63,36 @@ class FakeEvent:
 class FakeStream:
     """Counts what it is asked to wait for, and is busy when a test says so."""
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device):
         self.device = torch.device("cuda", 0)
         self.busy = False
-        self.waited: list[FakeEvent] = []
+        self.waited = []
 
-    def wait_event(self, event: FakeEvent) -> None:
+    def wait_event(self, event):
         refuse_if_dead()
         assert event.stream is not None
         self.waited.append(event)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         refuse_if_dead()
         self.busy = False
         SYNCHRONIZED.append(threading.current_thread().name)
 
 
-SYNCHRONIZED: list[str] = []
+SYNCHRONIZED = []
 """Threads that have waited for the GPU."""
 GPU_GENERATOR = torch.Generator()
 """What nobody draws from, as layers compute on the CPU: not the host's, as on a GPU."""
-RANGES: list[str] = []
+RANGES = []
 """Names that a profiler would show."""
 RETRIES = [0]
 """What the allocator says of how often it had to try again."""
-CLEARED: list[int] = []
+CLEARED = []
 """How many devices were open when cuBLAS's workspaces were cleared, each time."""
 
 
 @contextmanager
-def nothing(*args: object) -> Iterator[None]:
+def nothing(*args):
     yield
 
 
@@ -105,7 +100,7 @@ _current = threading.local()
 
 
 @contextmanager
-def current_stream(stream: FakeStream | None) -> Iterator[None]:
+def current_stream(stream):
     """What ``torch.cuda.stream`` is."""
     before, _current.stream = getattr(_current, "stream", None), stream
     try:
@@ -114,7 +109,7 @@ def current_stream(stream: FakeStream | None) -> Iterator[None]:
         _current.stream = before
 
 
-def no_record_stream(*args: object) -> None:
+def no_record_stream(*args):
     raise AssertionError("when memory comes back would be up to the allocator")
 
 
@@ -124,26 +119,26 @@ class AutogradThread:
     It finds what torch hands to it and nothing else; that torch does so is tested in ``devices/test_thread_owner.py``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._one_at_a_time = threading.Lock()
-        self._own: threading.Thread | None = None
+        self._own = None
 
-    def runs(self, real: Callable[..., None]) -> Callable[..., None]:
+    def runs(self, real):
         """``real``, which runs a backward, on this thread."""
         return functools.partial(self._run, real)
 
-    def _run(self, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _run(self, real, *args, **kwargs):
         caller = threading.current_thread()
         if caller is self._own or not caller.name.startswith("roundpipe-"):  # the main thread's loss is on the host
             return real(*args, **kwargs)
-        raised: list[BaseException] = []
+        raised = []
         whom, grad, stream = (
             thread_owner.context_of_thread(),
             torch.is_grad_enabled(),
             getattr(_current, "stream", None),
         )
 
-        def run() -> None:
+        def run():
             thread_owner._stash(whom)
             try:
                 with torch.set_grad_enabled(grad), current_stream(stream):
@@ -159,9 +154,9 @@ class AutogradThread:
             raise raised.pop()
 
 
-def play_cuda(patch: pytest.MonkeyPatch) -> None:
+def play_cuda(patch):
     """Put fakes in the place of CUDA, for `CudaDevice` on a device of the CPU."""
-    fakes: dict[str, Any] = {
+    fakes = {
         "Event": FakeEvent,
         "Stream": FakeStream,
         "stream": current_stream,
@@ -198,7 +193,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         seen.clear()
 
 
-def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False) -> list[CudaDevice]:
+def trainers_on_gpus(patch, *, limited=False):
     """Let Trainers have fake GPUs for devices, each worker its own; those that were made last are in what is returned.
 
     Tensors do not show which, though on real ones user code could not compute with tensors of two.
@@ -207,14 +202,14 @@ def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False) -> lis
         patch: undoes it.
         limited: whether the memory that the fake tells of is a limit.
     """
-    made: list[CudaDevice] = []
-    streams: dict[int, dict[Any, Any]] = {}
+    made = []
+    streams = {}
 
-    def make_one(index: int, count: int) -> CudaDevice:
+    def make_one(index, count):
         patch.setattr(cuda_streams, "_streams", streams.setdefault(index, {}))
         return CudaDevice(index, torch.device("cpu"), "off", count)
 
-    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
+    def make(kind, torch_devices, *_):
         made[:] = [make_one(i, len(torch_devices)) for i in range(len(torch_devices))]
         return [*made]
 

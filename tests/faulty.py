@@ -6,8 +6,6 @@ microbatch: ``PLANTED.plant("block 1", sample=3)`` raises where the microbatch w
 workers run copies of the layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -15,18 +13,16 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Result, assert_same, loader, ours, run, trainer_of
-from torch import Tensor, nn
+from harness import assert_same, loader, ours, run, seeded, trainer_of
+from torch import nn
 
-from lightning_roundpipe.devices import Device, emulated
+from lightning_roundpipe.devices import emulated
 from lightning_roundpipe.engine import pool as engine_pool
 
 WITHIN_S = 60.0
@@ -48,20 +44,20 @@ class Planted:
         raised_at: when it did (monotonic), once each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock = threading.Lock()
         self.clear()
 
-    def plant(self, where: str, sample: int | None = None, time: int = 0, error: type[BaseException] = Boom) -> None:
+    def plant(self, where, sample=None, time=0, error=Boom):
         self.where, self.sample, self.left, self.error = where, sample, time, error
         self.raised_at = []
 
-    def clear(self) -> None:
+    def clear(self):
         self.where, self.sample, self.left = "", None, 0
-        self.error: type[BaseException] = Boom
-        self.raised_at: list[float] = []
+        self.error = Boom
+        self.raised_at = []
 
-    def __call__(self, where: str, samples: Tensor | None = None) -> None:
+    def __call__(self, where, samples=None):
         if self.where != where:
             return
         if self.sample is not None and samples is not None and not bool((samples == self.sample).any()):
@@ -76,7 +72,7 @@ class Planted:
 PLANTED = Planted()
 
 
-def explode(planted: Planted) -> None:
+def explode(planted):
     """Shows in tracebacks."""
     planted.raised_at.append(time.monotonic())
     raise planted.error("planted")
@@ -86,12 +82,12 @@ class PassBackward(torch.autograd.Function):
     """Passes its input on; its backward comes by the place ``name``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, samples: Tensor, name: str) -> Tensor:
+    def forward(ctx, x, samples, name):
         ctx.name, ctx.samples = name, samples
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         PLANTED(ctx.name, ctx.samples)
         return grad, None, None
 
@@ -99,48 +95,40 @@ class PassBackward(torch.autograd.Function):
 class FaultyBlock(nn.Module):
     """Places ``block 0`` and ``block 0 backward``."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index):
         super().__init__()
         self.name = f"block {index}"
         self.inner = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, x, samples):
         PLANTED(self.name, samples)
         h = torch.sin(torch.cos(torch.tanh(self.inner(x))))  # more to save for backward than what comes in and goes out
-        return x + PassBackward.apply(h, samples, f"{self.name} backward")  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _hook_around(module: nn.Module, args: Any, output: Any) -> None:
-    PLANTED("hook around", args[1])
-
-
-def _hook_inside(module: nn.Module, args: Any, output: Any) -> None:
-    PLANTED("hook inside")
+        return x + PassBackward.apply(h, samples, f"{self.name} backward")
 
 
 class FaultyNet(nn.Module):
     """Places ``between 0`` after block 0, and so on; ``hook around`` block 1, and ``hook inside`` block 2."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Linear(8, WIDTH)
         self.blocks = nn.ModuleList(FaultyBlock(i) for i in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 5)
-        self.blocks[1].register_forward_hook(_hook_around)
-        self.blocks[2].inner.register_forward_hook(_hook_inside)
+        self.blocks[1].register_forward_hook(lambda module, args, output: PLANTED("hook around", args[1]))
+        self.blocks[2].inner.register_forward_hook(lambda *_: PLANTED("hook inside"))
 
-    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, x, samples):
         h = self.stem(x)
         for i, block in enumerate(self.blocks):
             h = block(h, samples)
             PLANTED(f"between {i}", samples)
-        return self.head(h)  # type: ignore[no-any-return]
+        return self.head(h)
 
 
 class FaultyOptimizer(torch.optim.SGD):
     independent_parameters = True
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = super().step(closure)
         PLANTED("optimizer")
         return loss
@@ -149,32 +137,32 @@ class FaultyOptimizer(torch.optim.SGD):
 class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
     roundpipe_passive_hooks = True
 
-    def step(self, *args: Any) -> None:
+    def step(self, *args):
         PLANTED("scheduler")
         super().step(*args)
 
 
 class FaultyModule(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = FaultyNet()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         samples = batch["samples"]
         PLANTED("training_step", samples)
         logits = self.model(batch["x"], samples)
         PLANTED("loss", samples)
         loss = F.cross_entropy(logits, batch["y"])
         self.log("loss", loss)
-        return PassBackward.apply(loss, samples, "loss backward")  # type: ignore[no-untyped-call,no-any-return]
+        return PassBackward.apply(loss, samples, "loss backward")
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         PLANTED("validation_step")
         logits = self.model(batch["x"], batch["samples"])
         PLANTED("validation loss")
         self.log("val/loss", F.cross_entropy(logits, batch["y"]))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = FaultyOptimizer(self.parameters(), lr=0.1, momentum=0.9)
         scheduler = FaultySchedule(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -185,10 +173,10 @@ class PlantAt(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, batch: int, *planted: Any) -> None:
+    def __init__(self, batch, *planted):
         self.batch, self.planted = batch, planted
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.batch:
             self.batch = -1
             if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
@@ -196,8 +184,7 @@ class PlantAt(pl.Callback):
             PLANTED.plant(*self.planted)
 
 
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(4)
+with seeded(4):
     MODULE = FaultyModule()
     BATCHES = [
         {"x": torch.randn(SAMPLES, 8), "y": torch.randint(5, (SAMPLES,)), "samples": torch.arange(SAMPLES)}
@@ -205,11 +192,11 @@ with torch.random.fork_rng(devices=[]):
     ]
 
 
-def strategy(**options: Any) -> Any:
+def strategy(**options):
     return ours(**({"num_microbatches": 3, "layers": LAYERS, "plan": CUT} | options))
 
 
-def microbatch_of(sample: int, microbatches: int) -> int:
+def microbatch_of(sample, microbatches):
     parts = torch.arange(SAMPLES).tensor_split(microbatches)
     return next(i for i, part in enumerate(parts) if sample in part)
 
@@ -218,13 +205,13 @@ def microbatch_of(sample: int, microbatches: int) -> int:
 
 
 @functools.cache
-def plainly() -> Result:
+def plainly():
     """Plain training, without any fault."""
     return run("auto", MODULE, BATCHES)
 
 
 @contextlib.contextmanager
-def no_collector() -> Iterator[None]:
+def no_collector():
     """What goes, goes by itself: what hangs in a circle stays, on a GPU as well, until there is no room for more."""
     gc.collect()
     gc.disable()
@@ -235,12 +222,12 @@ def no_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def devices_made() -> Iterator[list[Device]]:
+def devices_made():
     """All emulated devices that are made inside. The grace is so long that waiting it out would be seen."""
-    made: list[Device] = []
+    made = []
     real = emulated.make_emulated
 
-    def make(*args: Any) -> list[Device]:
+    def make(*args):
         new = real(*args)
         made.extend(new)
         return new
@@ -251,7 +238,7 @@ def devices_made() -> Iterator[list[Device]]:
         yield made
 
 
-def assert_nothing_left(module: nn.Module, devices: Sequence[Device] = ()) -> None:
+def assert_nothing_left(module, devices=()):
     """No thread, no interceptor, nothing on the devices."""
     assert harness.roundpipe_threads() == []
     patched = [name for name, inner in module.named_modules() if "forward" in vars(inner)]
@@ -260,31 +247,22 @@ def assert_nothing_left(module: nn.Module, devices: Sequence[Device] = ()) -> No
     assert left == [{}] * len(devices)
 
 
-def assert_trains(**options: Any) -> None:
+def assert_trains(**options):
     """Nothing is left of the fault in the process: the next training has plain training's numbers."""
     PLANTED.clear()
     assert harness.roundpipe_threads() == []
     assert_same(plainly(), run(strategy(**options), MODULE, BATCHES, devices=2))
 
 
-def notes(error: BaseException) -> str:
+def notes(error):
     return "\n".join(getattr(error, "__notes__", []))
 
 
-def frames(error: BaseException) -> list[str]:
+def frames(error):
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def fail(
-    batch: int | None,
-    *planted: Any,
-    devices: int = 2,
-    again: bool = True,
-    probed: bool = False,
-    trainer: dict[str, Any] | None = None,
-    module: pl.LightningModule = MODULE,
-    **options: Any,
-) -> Any:
+def fail(batch, *planted, devices=2, again=True, probed=False, trainer=None, module=MODULE, **options):
     """Train into a fault, look at what is left, and train once more with the same Trainer.
 
     Args:
@@ -326,14 +304,14 @@ def fail(
     return error
 
 
-def _caught(trainer: pl.Trainer, module: pl.LightningModule, fit: dict[str, Any]) -> BaseException | None:
+def _caught(trainer, module, fit):
     """What ``fit`` raises, without its frames, which hold what they worked with."""
     try:
         with harness.quiet():
             trainer.fit(module, loader(BATCHES), **fit)
     except (Exception, SystemExit) as error:
         assert time.monotonic() - PLANTED.raised_at[0] < WITHIN_S
-        origin: BaseException | None = error
+        origin = error
         while origin is not None and "explode" not in frames(origin):
             origin = origin.__cause__
         assert origin is not None, "no traceback reaches the line that raised"

@@ -4,8 +4,6 @@ A forked process runs ``module.function(*arguments)`` and then leaves the interp
 atexit knows are called, and an exception that nothing caught is printed. Its environment and its output are its own.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc
@@ -16,9 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 TESTS = Path(__file__).parent
 
@@ -26,7 +22,7 @@ TESTS = Path(__file__).parent
 class Server:
     """A process that answers one line of JSON with another."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules):
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
         self._process = subprocess.Popen(
             [sys.executable, __file__, *modules],
@@ -38,13 +34,13 @@ class Server:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def ask(self, **question: Any) -> Any:
+    def ask(self, **question):
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             print(json.dumps(question), file=self._process.stdin, flush=True)
             return json.loads(self._process.stdout.readline())
 
-    def close(self) -> None:
+    def close(self):
         """End the server, and with it what it has forked."""
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -52,7 +48,7 @@ class Server:
 
 
 @functools.cache
-def server(*modules: str) -> Server:
+def server(*modules):
     """The one of this process that has imported ``modules``."""
     return Server(modules)
 
@@ -60,28 +56,28 @@ def server(*modules: str) -> Server:
 class Forked:
     """A forked process, with as much of `subprocess.Popen` as tests ask for."""
 
-    def __init__(self, server: Server, call: str, arguments: Sequence[str], env: dict[str, str], output: Path) -> None:
+    def __init__(self, server, call, arguments, env, output):
         self._server = server
         self.pid = int(server.ask(call=call, arguments=arguments, env=env, output=str(output)))
-        self.returncode: int | None = None
+        self.returncode = None
 
-    def poll(self) -> int | None:
+    def poll(self):
         if self.returncode is None:
             self.returncode = self._server.ask(poll=self.pid)
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self):
         if self.returncode is None:
             self.returncode = self._server.ask(wait=self.pid)
         assert self.returncode is not None
         return self.returncode
 
-    def kill(self) -> None:
+    def kill(self):
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _serve() -> dict[str, Any] | None:
+def _serve():
     """Answers until the questions end, and in a forked process returns what it is to run."""
     for module in sys.argv[1:]:
         importlib.import_module(module)

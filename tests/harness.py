@@ -14,8 +14,6 @@ on one processor and none on another. So what ``assert_same`` finds beyond its t
 training itself does when the last bits of its weights change (``Result.rounding_of``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -23,9 +21,8 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,9 +34,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_roundpipe.engine import planner as engine_planner
-from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.memory import Reserved, arena_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds
 
 Gradients = dict[str, Tensor | None]
 
@@ -83,13 +78,13 @@ class Result:
     report: dict[str, Any] | None = None
     trainer: pl.Trainer | None = None
     module: pl.LightningModule | None = None
-    again: Callable[[int], Result] | None = None
+    again: Any = None
     """The same run from weights whose last bits differ, by seed; ``None`` where a second run would not be the same."""
 
     @functools.cached_property
-    def _rounding(self) -> dict[str, float]:
+    def _rounding(self):
         assert self.again is not None
-        largest: dict[str, float] = {}
+        largest = {}
         threads = torch.get_num_threads()
         for seed in range(NUDGES):
             # Devices share the cores: one may compute with fewer threads than plain training, which sums otherwise.
@@ -100,7 +95,7 @@ class Result:
         torch.set_num_threads(threads)
         return largest
 
-    def rounding_of(self, label: str) -> float:
+    def rounding_of(self, label):
         """How far the value that ``label`` names moves when the last bits of the weights change: the most of 8 runs."""
         return self._rounding.get(label, 0.0) if self.again is not None else 0.0
 
@@ -111,24 +106,24 @@ class Result:
 class MemoryLogger(Logger):
     """Keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.lines = []
 
     @property
-    def name(self) -> str:
+    def name(self):
         return "memory"
 
     @property
-    def version(self) -> int:
+    def version(self):
         return 0
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         self.lines.append((-1 if step is None else step, dict(metrics)))
 
     @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args, **kwargs):
         pass
 
 
@@ -137,10 +132,10 @@ class Watch(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result):
         self.result = result
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         kept = _copied(outputs)
         self.result.outputs.append(kept)
         self.result.losses.append(kept["loss"] if isinstance(kept, Mapping) else kept)
@@ -150,48 +145,48 @@ class Watch(pl.Callback):
 class WatchGradients(pl.Callback):
     """Copies gradients, as a user would; so the optimizer cannot be stepped apart."""
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result):
         self.result = result
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.result.grads.append(gradients(pl_module))
 
 
-class SaveAt(pl.Callback):
+def callback(*, passive=False, **hooks):
+    """A callback with these ``hooks``; ``passive`` is its ``roundpipe_passive_hooks``."""
+    methods = {name: staticmethod(function) for name, function in hooks.items()}
+    return type("Own", (pl.Callback,), {"roundpipe_passive_hooks": passive, **methods})()
+
+
+def save_at(step, path):
     """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
 
-    roundpipe_passive_hooks = True  # saving waits for updates by itself
+    def save(trainer, *_):
+        if trainer.global_step == step and not path.exists():
+            trainer.save_checkpoint(path)
 
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
+    return callback(passive=True, on_train_batch_end=save)  # saving waits for updates by itself
 
 
-class SaveAfter(pl.Callback):
+def save_after(batches, path):
     """Writes a checkpoint after ``batches`` batches of training."""
 
-    roundpipe_passive_hooks = True
+    def save(trainer, *_):
+        if trainer.fit_loop.total_batch_idx + 1 == batches:
+            trainer.save_checkpoint(path)
 
-    def __init__(self, batches: int, path: Path) -> None:
-        self.batches, self.path = batches, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
+    return callback(passive=True, on_train_batch_end=save)
 
 
 @contextlib.contextmanager
-def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
+def overheard(result, module):
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
     from lightning_roundpipe.precision import RoundPipePrecision
     from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
     real, real_after = BucketStepper._gather, RoundPipePrecision._after_closure
 
-    def gather(self: Any, bucket: Any, step: Any) -> Any:
+    def gather(self, bucket, step):
         taken = real(self, bucket, step)
         # Asked for here, as configure_model may still have changed the parameters.
         names = {id(p): name for name, p in module.named_parameters()}
@@ -200,33 +195,74 @@ def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
         result.grads[step.number - 1].update({names[key]: grad.clone() for key, grad in taken.items() if key in names})
         return taken
 
-    def after_closure(self: Any, *args: Any) -> None:
+    def after_closure(self, *args):
         if self.clipping is None:  # else gradients are not in .grad
             result.grads.append(gradients(module))
         real_after(self, *args)
 
-    BucketStepper._gather, RoundPipePrecision._after_closure = gather, after_closure  # type: ignore[method-assign]
+    BucketStepper._gather, RoundPipePrecision._after_closure = gather, after_closure
     try:
         yield
     finally:
-        BucketStepper._gather, RoundPipePrecision._after_closure = real, real_after  # type: ignore[method-assign]
+        BucketStepper._gather, RoundPipePrecision._after_closure = real, real_after
 
 
-def ours(**options: Any) -> Any:
+def ours(**options):
     """A new ``RoundPipeStrategy``; imported late, so that the comparisons themselves can be tested without it."""
     from lightning_roundpipe import RoundPipeStrategy
 
     return RoundPipeStrategy(**options)
 
 
-def loader(batches: Sequence[Any]) -> DataLoader[Any]:
+@contextlib.contextmanager
+def seeded(seed):
+    """What is drawn within is drawn from ``seed``, and nothing else changes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+class Learner(pl.LightningModule):
+    """Makes ``loss`` small, which a test writes, and logs it.
+
+    ``class Net(Learner, lr=0.01)`` says with which optimizer; it is given what requires grad.
+    """
+
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+
+    def __init_subclass__(cls, optimizer=torch.optim.SGD, **options):
+        if options:
+            cls.optimizer = functools.partial(optimizer, **options)
+
+    def loss(self, batch):
+        raise NotImplementedError
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self):
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+def both(module, batches, *, devices=2, strategy=None, **options):
+    """Train plainly, and on ``devices`` workers with ``strategy``'s options: both results."""
+    plain = run("auto", module, batches, **options)
+    return plain, run(ours(**(strategy or {})), module, batches, devices=devices, **options)
+
+
+def loader(batches):
     """A data loader that hands out ``batches`` as they are."""
-    return DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
+    return DataLoader(list(batches), batch_size=None)
 
 
-def trainer_of(strategy: Any = "auto", *, devices: int = 1, **options: Any) -> pl.Trainer:
+def trainer_of(strategy="auto", *, devices=1, **options):
     """A Trainer on the CPU, with everything off that writes files or draws."""
-    defaults: dict[str, Any] = {
+    defaults = {
         "accelerator": "cpu",
         "max_epochs": 1,
         "logger": False,
@@ -242,7 +278,7 @@ def trainer_of(strategy: Any = "auto", *, devices: int = 1, **options: Any) -> p
     return pl.Trainer(strategy=strategy, devices=devices, **options)
 
 
-def _on_gpu(strategy: Any, devices: int, options: dict[str, Any]) -> tuple[Any, Any]:
+def _on_gpu(strategy, devices, options):
     """Plain training on the first GPU, or as many workers on it, which Lightning's own ``devices=[0, 0]`` refuses."""
     torch.backends.cudnn.allow_tf32 = False
     if strategy == "auto":
@@ -259,20 +295,20 @@ def _on_gpu(strategy: Any, devices: int, options: dict[str, Any]) -> tuple[Any, 
 
 
 def run(
-    strategy: Any,
-    module: pl.LightningModule,
-    batches: Any,
+    strategy,
+    module,
+    batches,
     *,
-    steps: int = 3,
-    devices: int = 1,
-    val_batches: Sequence[Any] | None = None,
-    callbacks: Sequence[pl.Callback] = (),
-    watch: bool = True,
-    blocking: bool = False,
-    seed: int = 1,
-    fit: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Result:
+    steps=3,
+    devices=1,
+    val_batches=None,
+    callbacks=(),
+    watch=True,
+    blocking=False,
+    seed=1,
+    fit=None,
+    **options,
+):
     """Train a copy of ``module``.
 
     Args:
@@ -293,13 +329,13 @@ def run(
     result = Result(module=module)
     if strategy == "auto" and module is not given and not (callbacks or fit or options.keys() & WITH_STATE):
         same = {"val_batches": val_batches, "watch": watch, "seed": seed, **options}
-        result.again = lambda nudge: run("auto", nudged(given, nudge), batches, **same)  # type: ignore[arg-type]
+        result.again = lambda nudge: run("auto", nudged(given, nudge), batches, **same)
     cut = getattr(strategy, "options", None)
     if cut is not None and (cut.num_microbatches or 1) > 1 and cut.loss_weight is None:
         strategy.options = replace(cut, loss_weight=getattr(module, "weighs", None))
     memory = MemoryLogger()
     options = {"logger": memory} | options
-    watching: list[pl.Callback] = [Watch(result)] if watch else []
+    watching = [Watch(result)] if watch else []
     if watch and (strategy == "auto" or blocking):
         watching.append(WatchGradients(result))
     trainer = trainer_of(strategy, devices=devices, callbacks=[*callbacks, *watching], **options)
@@ -321,7 +357,7 @@ WITH_STATE = {"logger", "profiler", "plugins", "enable_checkpointing"}
 """Options of a Trainer that a second run would share with the first, or that write files."""
 
 
-def nudged(module: pl.LightningModule, seed: int) -> pl.LightningModule:
+def nudged(module, seed):
     """A copy of ``module`` in which the last bits of the weights differ, as they do after sums in another order."""
     module = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(seed)
@@ -333,22 +369,15 @@ def nudged(module: pl.LightningModule, seed: int) -> pl.LightningModule:
     return module
 
 
-def by_hand(
-    module: pl.LightningModule,
-    batches: Sequence[Any],
-    microbatches: int,
-    weight: Callable[[Any], float] | None = None,
-    *,
-    bf16: bool = False,
-) -> Result:
+def by_hand(module, batches, microbatches, weight=None, *, bf16=False):
     """Train a copy of ``module`` in a plain loop that runs the parts of each batch one after another.
 
     ``weight`` says what a part weighs; by default ``module.targets``, which gives the whole batch's mean.
     ``bf16`` computes under autocast, as precision ``bf16-mixed`` does.
     """
     given, module = module, copy.deepcopy(module)
-    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    weight = weight or module.targets  # type: ignore[assignment]
+    module.log = module.log_dict = lambda *args, **kwargs: None
+    weight = weight or module.targets
     optimizer = module.configure_optimizers()
     result = Result(logged=None)
     result.again = lambda nudge: by_hand(nudged(given, nudge), batches, microbatches, weight, bf16=bf16)
@@ -369,25 +398,25 @@ def by_hand(
     return result
 
 
-def split(batch: Mapping[str, Tensor], microbatches: int) -> list[dict[str, Tensor]]:
+def split(batch, microbatches):
     """``batch`` along dim 0, in parts that differ by one sample at most."""
     parts = {name: torch.tensor_split(value, microbatches) for name, value in batch.items()}
     return [{name: pieces[i] for name, pieces in parts.items()} for i in range(microbatches)]
 
 
-def gradients(module: torch.nn.Module) -> Gradients:
+def gradients(module):
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in module.named_parameters()}
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """Without Lightning's advice to use more data loader workers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         yield
 
 
-def _copied(value: Any) -> Any:
+def _copied(value):
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -401,41 +430,39 @@ def _copied(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def arenas_of(share: float) -> Iterator[None]:
+def arenas_of(share):
     """Workers reserve the smallest arena, and ``share`` of what the largest one has more, as if memory were short."""
-    planner = engine_planner
-    real = planner.reserved_within
+    real = WorkerNeeds.reserved
 
-    def reserved(plan: Plan, costs: Costs, workers: int, *args: Any) -> Reserved:
-        least, most = arena_bytes(plan, costs, workers)
-        made: Reserved = real(plan, costs, workers, *args)
-        return made._replace(arena=least + int(share * (most - least)))
+    def reserved(needs, *args):
+        least, most = needs.arena
+        return real(needs, *args)._replace(arena=least + int(share * (most - least)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "reserved_within", reserved)
+        patch.setattr(WorkerNeeds, "reserved", reserved)
         yield
 
 
-def call_count(plan: str) -> int:
+def call_count(plan):
     """How many calls the trace has, by a plan's text: the fused stage ends with the last one."""
     return 1 + max(int(number) for number in re.findall(r"\d+", plan.split("round")[0]))
 
 
-def per_call(n: int, round_microbatches: int = 1) -> str:
+def per_call(n, round_microbatches=1):
     """A plan with a cut at every call."""
     from lightning_roundpipe.planning.schedule import Plan
 
     return str(Plan.per_call(n, round_microbatches))
 
 
-def single(n: int, round_microbatches: int = 1) -> str:
+def single(n, round_microbatches=1):
     """A plan with everything in the fused stage."""
     from lightning_roundpipe.planning.schedule import Plan
 
     return str(Plan.single(n, round_microbatches))
 
 
-def halves(n: int, round_microbatches: int = 1) -> str:
+def halves(n, round_microbatches=1):
     """A plan whose forward and backward passes are cut at different places."""
     first, second, third = n // 3, n // 2, n - 1
     return (
@@ -458,13 +485,11 @@ class _Difference:
     gap: float = float("inf")
     """The difference itself."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.label}: {self.what} ({self.excess:.3g} times the tolerance)"
 
 
-def assert_same(
-    plain: Result, other: Result, rtol: float = RTOL, atol: float = ATOL, *, outputs: bool = False, rng: bool = False
-) -> None:
+def assert_same(plain, other, rtol=RTOL, atol=ATOL, *, outputs=False, rng=False):
     """Losses, gradients, logged values and weights agree within rounding.
 
     ``rtol`` and ``atol`` allow what every model makes of rounding. A difference beyond them passes only if the model
@@ -476,22 +501,21 @@ def assert_same(
     _fail_on(found)
 
 
-def assert_identical(one: Result, other: Result, *, outputs: bool = False, rng: bool = False) -> None:
+def assert_identical(one, other, *, outputs=False, rng=False):
     """Losses, gradients, logged values and weights agree to the bit."""
     _fail_on(_differences(one, other, _equal, outputs, rng))
 
 
-def assert_tensors_same(plain: Any, other: Any, rtol: float = RTOL, atol: float = ATOL, what: str = "value") -> None:
+def assert_tensors_same(plain, other, rtol=RTOL, atol=ATOL, what="value"):
     """Two tensors, or two collections of tensors of one structure, agree within rounding."""
     _fail_on(_compare_group(dict(_leaves(what, plain)), dict(_leaves(what, other)), _near(rtol, atol)))
 
 
 _SINGULAR = {"losses": "loss", "grads": "gradient of", "outputs": "output", "rng": "random state"}
-_Judge = Callable[[Tensor, Tensor, float], float]
 
 
-def _near(rtol: float, atol: float) -> _Judge:
-    def judge(a: Tensor, b: Tensor, scale: float) -> float:
+def _near(rtol, atol):
+    def judge(a, b, scale):
         nan = torch.isnan(a) | torch.isnan(b)
         if bool((torch.isnan(a) != torch.isnan(b)).any()):
             return float("inf")
@@ -502,15 +526,15 @@ def _near(rtol: float, atol: float) -> _Judge:
     return judge
 
 
-def _equal(a: Tensor, b: Tensor, scale: float) -> float:
+def _equal(a, b, scale):
     if torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
         return 0.0
     gap = (a - b).abs().max() / max(scale, 1e-30)
     return 1.0 + float(gap) if torch.isfinite(gap) else float("inf")
 
 
-def _differences(plain: Result, other: Result, judge: _Judge, outputs: bool, rng: bool) -> list[_Difference]:
-    found: list[_Difference] = []
+def _differences(plain, other, judge, outputs, rng):
+    found = []
     for what in ("losses", "grads", *(["outputs"] if outputs else []), *(["rng"] if rng else [])):
         a, b = getattr(plain, what), getattr(other, what)
         if len(a) != len(b):
@@ -527,32 +551,32 @@ def _differences(plain: Result, other: Result, judge: _Judge, outputs: bool, rng
     return found
 
 
-def _compare_logged(a: Sequence[tuple[int, Any]], b: Sequence[tuple[int, Any]], judge: _Judge) -> list[_Difference]:
+def _compare_logged(a, b, judge):
     kinds = [[(step, sorted(metrics)) for step, metrics in lines] for lines in (a, b)]
     if kinds[0] != kinds[1]:
         missing = [line for line in kinds[0] if line not in kinds[1]]
         added = [line for line in kinds[1] if line not in kinds[0]]
         text = f"only the first run has {missing}, only the second has {added}, {kinds=}"
         return [_Difference("logged lines differ", text, float("inf"))]
-    found: list[_Difference] = []
+    found = []
     for (step, x), (_, y) in zip(a, b, strict=True):
         label = f"logged at step {step}:"
         found += _compare_each(dict(_leaves(label, x)), dict(_leaves(label, y)), judge)
     return found
 
 
-def _compare_each(a: dict[str, Any], b: dict[str, Any], judge: _Judge) -> list[_Difference]:
+def _compare_each(a, b, judge):
     """Like ``_compare_group`` for values that have nothing to do with each other: no common scale."""
     keys = a.keys() | b.keys()
     return [d for key in sorted(keys) for d in _compare_group(_only(a, key), _only(b, key), judge)]
 
 
-def _only(values: dict[str, Any], key: str) -> dict[str, Any]:
+def _only(values, key):
     return {key: values[key]} if key in values else {}
 
 
-def _compare_group(a: dict[str, Any], b: dict[str, Any], judge: _Judge) -> list[_Difference]:
-    found: list[_Difference] = []
+def _compare_group(a, b, judge):
+    found = []
     for name in sorted(a.keys() ^ b.keys()):
         found.append(_Difference(name, f"only in the {'first' if name in a else 'second'} run", float("inf")))
     scale = max((float(v.abs().nan_to_num().max()) for v in a.values() if _is_number(v)), default=0.0)
@@ -561,7 +585,7 @@ def _compare_group(a: dict[str, Any], b: dict[str, Any], judge: _Judge) -> list[
     return found
 
 
-def _compare(name: str, x: Any, y: Any, scale: float, judge: _Judge) -> list[_Difference]:
+def _compare(name, x, y, scale, judge):
     inf = float("inf")
     if x is None or y is None or not isinstance(x, Tensor) or not isinstance(y, Tensor):
         same = x is y or (type(x) is type(y) and not isinstance(x, Tensor) and x == y)
@@ -581,15 +605,15 @@ def _compare(name: str, x: Any, y: Any, scale: float, judge: _Judge) -> list[_Di
     return [_Difference(name, f"differs by {gap:.3g}, its largest value is {largest:.3g}", excess, inf if nan else gap)]
 
 
-def _shown(value: Any) -> str:
+def _shown(value):
     return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value):
     return isinstance(value, Tensor) and value.numel() > 0
 
 
-def _leaves(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(label, value):
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(f"{label} {key}", item)
@@ -602,7 +626,7 @@ def _leaves(label: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield label, value
 
 
-def _fail_on(found: list[_Difference]) -> None:
+def _fail_on(found):
     if not found:
         return
     worst = sorted(found, key=lambda d: -d.excess)
@@ -614,11 +638,11 @@ def _fail_on(found: list[_Difference]) -> None:
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
-def lasting_threads() -> list[str]:
+def lasting_threads():
     """Names of the threads that are alive, without the lease's keeper, which comes and goes."""
     return sorted(thread.name for thread in threading.enumerate())
 
 
-def roundpipe_threads() -> list[str]:
+def roundpipe_threads():
     """Names of the package's threads that are alive, without the lease's keeper, which ends 0.1 s later."""
     return [name for name in lasting_threads() if name.startswith("roundpipe")]

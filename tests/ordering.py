@@ -14,15 +14,11 @@ among each other count as one, because who goes when is the business of turns (`
 host knows only what it has waited for: a GPU is as slow as it likes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -60,18 +56,18 @@ class Access:
 class Ordering:
     """Use as a context around a run; then ``faults`` says what was not ordered."""
 
-    def __init__(self) -> None:
-        self.faults: list[str] = []
+    def __init__(self):
+        self.faults = []
         self.accesses = 0
-        self._clocks: dict[str, Counter[str]] = {HOST: Counter()}
-        self._pages: dict[int, list[Access]] = {}
-        self._events: dict[int, tuple[Any, Counter[str]]] = {}
-        self._known: set[int] = set()
+        self._clocks = {HOST: Counter()}
+        self._pages = {}
+        self._events = {}
+        self._known = set()
         """Addresses of storages that live."""
-        self._dead: deque[tuple[int, int, int]] = deque()
+        self._dead = deque()
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Ordering:
+    def __enter__(self):
         self._patch = pytest.MonkeyPatch()
         _follow_streams(self, self._patch)
         _follow_operations(self, self._patch)
@@ -79,7 +75,7 @@ class Ordering:
         self._main.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         self._main.__exit__(*error)
         self._patch.undo()
         self._pages.clear()
@@ -88,30 +84,30 @@ class Ordering:
 
     # -- clocks
 
-    def point(self, stream: str) -> Counter[str]:
+    def point(self, stream):
         """Everything that is ordered before what ``stream`` does next."""
         with self._lock:
             return self._clock(stream).copy()
 
-    def recorded(self, event: Any, stream: str) -> None:
+    def recorded(self, event, stream):
         """``event`` is the point at which ``stream`` is."""
         self._events[id(event)] = event, self.point(stream)
 
-    def point_of(self, event: Any) -> Counter[str]:
+    def point_of(self, event):
         """Everything that is ordered before ``event``."""
         return self._events[id(event)][1]
 
-    def join(self, stream: str, point: Counter[str]) -> None:
+    def join(self, stream, point):
         """What ``stream`` does from here on comes after ``point``."""
         with self._lock:
             _join(self._clock(stream), point)
 
-    def _clock(self, stream: str) -> Counter[str]:
+    def _clock(self, stream):
         return self._clocks.setdefault(stream, Counter())
 
     # -- accesses
 
-    def access(self, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
+    def access(self, stream, reads, writes, what):
         """``stream`` is asked now to read and write these."""
         with self._lock:
             self.accesses += 1
@@ -125,7 +121,7 @@ class Ordering:
                     if (span := self._span(tensor)) is not None:
                         self._one(Access(*span, stream, clock[stream], writing, what), clock)
 
-    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def operation(self, func, args, kwargs, result):
         """The calling thread has asked for a torch operation."""
         stream, name = getattr(_local, "stream", HOST), func._schema.name
         if stream is None or func.is_view or name.startswith(("aten::empty", "aten::new_empty", "aten::set_")):
@@ -137,7 +133,7 @@ class Ordering:
         if name in SYNCHRONIZES:
             self.join(HOST, self.point(stream))
 
-    def was_computed(self, tensor: Tensor) -> bool:
+    def was_computed(self, tensor):
         """Whether a stream has written ``tensor``; on a GPU it would be there, and a look at it would wait."""
         with self._lock:
             self._bury()
@@ -147,14 +143,14 @@ class Ordering:
                 for old in self._pages.get(start >> PAGE, ())
             )
 
-    def _span(self, tensor: Tensor) -> tuple[int, int] | None:
+    def _span(self, tensor):
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
         self._keep(tensor.untyped_storage())
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
-    def _keep(self, storage: Any) -> None:
+    def _keep(self, storage):
         """See to it that its address does not mean two things."""
         if (key := storage._cdata) not in self._known:
             self._known.add(key)
@@ -162,7 +158,7 @@ class Ordering:
             # Safe in a destructor, which may run while the lock is held.
             weakref.finalize(storage, self._dead.append, (key, start, start + storage.nbytes())).atexit = False
 
-    def _bury(self) -> None:
+    def _bury(self):
         """Forget accesses to storages that have died, whose addresses others get."""
         while self._dead:
             key, start, end = self._dead.popleft()
@@ -170,7 +166,7 @@ class Ordering:
             for page in range(start >> PAGE, ((end - 1) >> PAGE) + 1):
                 self._pages[page] = [old for old in self._pages.get(page, ()) if old.end <= start or end <= old.start]
 
-    def _one(self, new: Access, clock: Counter[str]) -> None:
+    def _one(self, new, clock):
         for page in range(new.start >> PAGE, ((new.end - 1) >> PAGE) + 1):
             kept = []
             for old in self._pages.get(page, ()):
@@ -182,27 +178,27 @@ class Ordering:
                     kept.append(old)
             self._pages[page] = [*kept, new]
 
-    def _fault(self, old: Access, new: Access) -> None:
+    def _fault(self, old, new):
         text = f"{new.what} on {new.stream} does not wait for {old.what} on {old.stream}"
         if text not in self.faults:
             self.faults.append(text)
 
 
-def _join(clock: Counter[str], point: Counter[str]) -> None:
+def _join(clock, point):
     for stream, tick in point.items():
         clock[stream] = max(clock[stream], tick)
 
 
-def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
+def _follow_streams(ordering, patch):
     for kind in (InlineStream, ThreadStream):
         _follow_stream(kind, ordering, patch)
     real_wait, real_activate = ThreadEvent.wait, EmulatedDevice.activate
 
-    def wait(self: Any) -> None:
+    def wait(self):
         real_wait(self)
         ordering.join(HOST, ordering.point_of(self))
 
-    def keep_until_computed(self: Any, *_: Any, **__: Any) -> None:
+    def keep_until_computed(self, *_, **__):
         # As on a GPU that is as far behind as the host lets it be. Emulated devices let go of tensors at once.
         behind = self.__dict__.setdefault("_behind", deque())
         behind.append(ordering.point_of(self.device.compute.record()))
@@ -210,23 +206,23 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
             ordering.join(HOST, behind.popleft())
 
     @contextlib.contextmanager
-    def activate(self: Any) -> Iterator[None]:
+    def activate(self):
         with real_activate(self), following(ordering, self.compute.name):
             yield
 
-    def backward(ctx: Any, *incoming: Tensor | None) -> Any:
+    def backward(ctx, *incoming):
         # Autograd runs it in the stream of the call, which it lets wait for those that have made the gradients.
         if (home := ctx.gradients.home) is not None and (stream := getattr(_local, "stream", HOST)) is not None:
             ordering.join(home.compute.name, ordering.point(stream))
         return real_backward(ctx, *incoming)
 
-    def moved(self: Any, tensor: Tensor, device: Any, to: Any) -> Tensor:
+    def moved(self, tensor, device, to):
         if to is None:  # as on a GPU, whose tensors the host waits for
             ordering.join(HOST, ordering.point(device.compute.name))
-        return real_moved(self, tensor, device, to)  # type: ignore[no-any-return]
+        return real_moved(self, tensor, device, to)
 
     @contextlib.contextmanager
-    def in_backward(self: Any, home: Any, where: str) -> Iterator[None]:
+    def in_backward(self, home, where):
         # Autograd adds a section's gradients of the stand-ins to those of the sections before, in one place.
         stand_ins = any(proxy.grad is not None for _, proxy in self.weights.mode.proxies._known.values())
         if stand_ins and (before := self.__dict__.get("_section_before")) is not None:
@@ -245,30 +241,30 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EmulatedDevice, "activate", activate)
 
 
-def _follow_stream(kind: Any, ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
+def _follow_stream(kind, ordering, patch):
     real_record, real_wait, real_copy, real_poison = kind.record, kind.wait, kind.copy, kind.poison
 
-    def record(self: Any, *, timed: bool = False) -> Any:
+    def record(self, *, timed=False):
         event = real_record(self, timed=timed)
         ordering.recorded(event, self.name)
         return event
 
-    def wait(self: Any, event: Any) -> None:
+    def wait(self, event):
         real_wait(self, event)
         ordering.join(self.name, ordering.point_of(event))
 
-    def copy(self: Any, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst, src):
         ordering.access(self.name, [src], [dst], "a copy")
         with unfollowed():
             real_copy(self, dst, src)
 
-    def poison(self: Any, buffer: Tensor) -> None:
+    def poison(self, buffer):
         if self._poisons:
             ordering.access(self.name, [], [buffer], "poison")
         with unfollowed():
             real_poison(self, buffer)
 
-    def running(self: Any) -> contextlib.AbstractContextManager[None]:
+    def running(self):
         return following(ordering, self.name)
 
     replacements = {"record": record, "wait": wait, "copy": copy, "poison": poison, "running": running}
@@ -279,19 +275,19 @@ def _follow_stream(kind: Any, ordering: Ordering, patch: pytest.MonkeyPatch) -> 
 class _Operations(TorchDispatchMode):
     """Every torch operation of the thread, as an access of the stream that the thread is on."""
 
-    def __init__(self, ordering: Ordering) -> None:
+    def __init__(self, ordering):
         super().__init__()
         self._ordering = ordering
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self._ordering.operation(func, args, kwargs or {}, result)
         return result
 
 
-def _touched(schema: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
+def _touched(schema, args, kwargs, result):
+    reads = []
+    writes = []
     for position, argument in enumerate(schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
@@ -303,14 +299,14 @@ def _touched(schema: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Ten
     return reads, writes
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value):
     if isinstance(value, Tensor):
         return [value]
     return [v for v in value if isinstance(v, Tensor)] if isinstance(value, (list, tuple)) else []
 
 
 @contextlib.contextmanager
-def following(ordering: Ordering, stream: str) -> Iterator[None]:
+def following(ordering, stream):
     """Torch operations of this thread belong to ``stream``."""
     before, _local.stream = getattr(_local, "stream", HOST), stream
     nested, _local.followed = getattr(_local, "followed", False), True
@@ -322,7 +318,7 @@ def following(ordering: Ordering, stream: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unfollowed() -> Iterator[None]:
+def unfollowed():
     """What a stream does itself has been counted."""
     before, _local.stream = getattr(_local, "stream", HOST), None
     try:
@@ -331,11 +327,11 @@ def unfollowed() -> Iterator[None]:
         _local.stream = before
 
 
-def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
-    def follow(kind: type, name: str) -> None:
+def _follow_operations(ordering, patch):
+    def follow(kind, name):
         real = getattr(kind, name)
 
-        def followed(self: Any, *args: Any) -> None:
+        def followed(self, *args):
             with following(ordering, HOST):
                 real(self, *args)
 

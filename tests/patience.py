@@ -5,14 +5,10 @@ A bound that a busy machine can miss makes a test that fails for nothing. So who
 delays that get longer until the look succeeds: what a machine adds is some seconds, not a factor.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
 
 PATIENCE_S = 100.0
 """Less than a test's time limit, so that it is said what did not happen."""
@@ -20,7 +16,7 @@ TIMES = (1.0, 4.0, 16.0, 64.0)
 """Factors of delays, one try each."""
 
 
-def until(condition: Callable[[], bool], what: str = "") -> None:
+def until(condition, what=""):
     """Wait until ``condition``."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -28,7 +24,7 @@ def until(condition: Callable[[], bool], what: str = "") -> None:
         time.sleep(0.001)
 
 
-def start(*functions: Callable[[], object]) -> list[threading.Thread]:
+def start(*functions):
     """Threads that run ``functions``, one each. They do not keep the interpreter alive."""
     threads = [threading.Thread(target=f, name="roundpipe-test", daemon=True) for f in functions]
     for thread in threads:
@@ -36,7 +32,7 @@ def start(*functions: Callable[[], object]) -> list[threading.Thread]:
     return threads
 
 
-def join(threads: Sequence[threading.Thread]) -> None:
+def join(threads):
     """Wait for the end of ``threads``, and of those that are added meanwhile."""
     deadline = time.monotonic() + PATIENCE_S
     for thread in threads:
@@ -44,11 +40,11 @@ def join(threads: Sequence[threading.Thread]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
 
 
-def longer_each_try(test: Callable[..., None], each: Sequence[float] = TIMES) -> Callable[..., None]:
+def longer_each_try(test, each=TIMES):
     """Let ``test``, which takes ``times``, succeed with one of ``each``. It multiplies its delays and bounds by it."""
 
     @functools.wraps(test)
-    def tried(**given: Any) -> None:
+    def tried(**given):
         for times in each:
             try:
                 return test(times=times, **given)
@@ -58,5 +54,5 @@ def longer_each_try(test: Callable[..., None], each: Sequence[float] = TIMES) ->
 
     signature = inspect.signature(test)
     parameters = [p for p in signature.parameters.values() if p.name != "times"]
-    tried.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    tried.__signature__ = signature.replace(parameters=parameters)
     return tried

@@ -7,10 +7,8 @@ are in double precision, so that rounding is far below any mistake. ``assert_pla
 With ``ROUNDPIPE_TEST_PLAIN=1`` in the environment, tests compare plain Lightning with itself, which tests the oracle.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +16,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import MemoryLogger, ours, quiet, trainer_of
-from torch import Tensor, nn
+from torch import Tensor
 
 PLAIN = 0
 """Instead of a number of devices: plain Lightning."""
 RTOL = 1e-6
-Make = Callable[[], pl.LightningModule]
 
 
-def on_devices(*numbers: int) -> pytest.MarkDecorator:
+def on_devices(*numbers):
     """Parametrize ``devices``."""
     return pytest.mark.parametrize("devices", [PLAIN] if os.environ.get("ROUNDPIPE_TEST_PLAIN") else numbers)
 
@@ -44,12 +41,12 @@ class Record:
     trainer: Any = None
     module: Any = None
 
-    def of(self, name: str) -> list[Any]:
+    def of(self, name):
         """The calls of the hook ``name``."""
         return [call for call in self.calls if call[0] == name]
 
 
-def kept(value: Any) -> Any:
+def kept(value):
     """A copy of ``value`` that later steps do not change."""
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -60,7 +57,7 @@ def kept(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bytes, type(None))) else type(value).__name__
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
+def attributes(module):
     """Copies of a module's public numbers, strings and tensors, and of all buffers."""
     found = {n: v for n, v in vars(module).items() if n[0] != "_" and isinstance(v, (int, float, str, Tensor))}
     return kept(found | dict(module.named_buffers()))
@@ -69,7 +66,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 class Recorder(pl.Callback):
     """Records the calls of hooks that have nothing to do with gradients."""
 
-    def __init__(self, calls: list[Any]) -> None:
+    def __init__(self, calls):
         self.calls = calls
 
 
@@ -79,8 +76,8 @@ class Watcher(Recorder):
     roundpipe_passive_hooks = "on_after_backward"
 
 
-def _recorded(name: str) -> Callable[..., None]:
-    def hook(self: Recorder, trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+def _recorded(name):
+    def hook(self, trainer, module, *args, **kwargs):
         args = () if name.endswith("_checkpoint") else args  # test_window.py compares the files
         found = {"args": kept(args), **kept(kwargs), "module": attributes(module)}
         found |= {"at": (trainer.global_step, trainer.current_epoch)}
@@ -98,18 +95,18 @@ for _name in dir(pl.Callback):
 
 
 def train(
-    devices: int,
-    make: Make,
-    loader: Callable[[], Any],
+    devices,
+    make,
+    loader,
     *,
-    val: Callable[[], Any] | None = None,
-    options: Mapping[str, Any] | None = None,
-    callbacks: Callable[[], Sequence[pl.Callback]] = tuple,
-    watch: bool = False,
-    error: type[BaseException] | None = None,
-    ckpt_path: Any = None,
-    **trainer_options: Any,
-) -> Record:
+    val=None,
+    options=None,
+    callbacks=tuple,
+    watch=False,
+    error=None,
+    ckpt_path=None,
+    **trainer_options,
+):
     """Train a new module with plain Lightning (``devices=PLAIN``) or with the strategy.
 
     Args:
@@ -142,7 +139,7 @@ def train(
     return record
 
 
-def _left(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+def _left(trainer, module):
     states = [optimizer.state_dict() for optimizer in trainer.optimizers]
     return {
         "weights": kept(module.state_dict()),
@@ -157,7 +154,7 @@ def _left(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ comparing
 
 
-def differences(a: Any, b: Any, path: str, rtol: float = RTOL) -> Iterator[str]:
+def differences(a, b, path, rtol=RTOL):
     """Where ``b`` is not ``a``, within rounding."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -182,19 +179,19 @@ def differences(a: Any, b: Any, path: str, rtol: float = RTOL) -> Iterator[str]:
         yield f"{path}: {str(a)[:80]}, but {str(b)[:80]}"
 
 
-def assert_equal(a: Any, b: Any, what: str = "value", rtol: float = RTOL) -> None:
+def assert_equal(a, b, what="value", rtol=RTOL):
     found = list(differences(a, b, what, rtol))
     assert not found, "\n".join([f"{len(found)} differences from plain Lightning, the first:", *found[:6]])
 
 
-def assert_same(plain: Record, other: Record, rtol: float = RTOL) -> None:
+def assert_same(plain, other, rtol=RTOL):
     """All calls of hooks in order, all logged lines, and what is left."""
     assert_equal(plain.calls, other.calls, "calls", rtol)
     assert_equal(plain.lines, other.lines, "logged", rtol)
     assert_equal(plain.final, other.final, "final", rtol)
 
 
-def assert_plain(devices: int, make: Make, loader: Callable[[], Any], **script: Any) -> tuple[Record, Record]:
+def assert_plain(devices, make, loader, **script):
     """The script does the same under the strategy as under plain Lightning."""
     rtol, options = script.pop("rtol", RTOL), script.pop("options", None)
     plain = train(PLAIN, make, loader, **script)

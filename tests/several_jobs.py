@@ -1,14 +1,11 @@
 """What the processes of ``several_machines`` run: each job is a function of its arguments and a folder."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,13 +25,13 @@ RANK = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", os.environ.g
 MACHINES = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
 
 
-def main(job: str, folder: str, arguments: str) -> None:
+def main(job, folder, arguments):
     torch.set_num_threads(1)
     result = globals()[job](Path(folder), **json.loads(arguments))
     torch.save(result, Path(folder) / f"result-{RANK}.pt")
 
 
-def global_batches(name: str, count: int, samples: int) -> list[Any]:
+def global_batches(name, count, samples):
     """Batches whose targets are spread unevenly over their samples."""
     import zoo
 
@@ -46,12 +43,12 @@ def global_batches(name: str, count: int, samples: int) -> list[Any]:
     return batches
 
 
-def part(batch: Any, rank: int, machines: int) -> Any:
+def part(batch, rank, machines):
     """The samples of one machine."""
     return {key: torch.tensor_split(value, machines)[rank] for key, value in batch.items()}
 
 
-def mean_of_targets(module: Any, batch: Any, batch_idx: int) -> Tensor:
+def mean_of_targets(module, batch, batch_idx):
     logits = module.model(input_ids=batch["input_ids"]).logits[:, :-1]
     targets = batch["labels"][:, 1:]
     each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.clamp(min=0), reduction="none")
@@ -59,7 +56,7 @@ def mean_of_targets(module: Any, batch: Any, batch_idx: int) -> Tensor:
     return (each * kept).sum() / kept.sum()
 
 
-def with_optimizer(module: Any, name: str) -> Any:
+def with_optimizer(module, name):
     makes = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-3),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -71,10 +68,10 @@ def with_optimizer(module: Any, name: str) -> Any:
 class Losses(pl.Callback):
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
+    def __init__(self):
+        self.losses = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
 
 
@@ -83,62 +80,62 @@ class Late(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, seconds: float, module: torch.nn.Module) -> None:
+    def __init__(self, seconds, module):
         self.seconds, self.batch, self.calls = seconds, 0, 0
         layer = next(inner for inner in module.modules() if isinstance(inner, torch.nn.Linear))
         layer.register_full_backward_hook(self.sleep)
 
-    def sleep(self, *_: Any) -> None:
+    def sleep(self, *_):
         self.calls += self.batch == 1
         if self.calls == 2:
             time.sleep(self.seconds)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.batch = batch_idx
 
 
 class Saves(pl.Callback):
     """Saves a checkpoint at the end."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer, pl_module):
         trainer.save_checkpoint(self.path)
 
 
 class Looks(pl.Callback):
     """Looks at gradients, so the optimizer steps in ``optimizer_step``."""
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         pass
 
 
 def train(
     *,
-    rank: int = RANK,
-    machines: int = MACHINES,
-    strategy: Any = None,
-    model: str = "llama",
-    lora: bool = False,
-    optimizer: str = "adamw",
-    steps: int = 3,
-    samples: int = 8,
-    microbatches: int | None = 4,
-    devices: int | Sequence[int] = 2,
-    blocking: bool = False,
-    dropout: float = 0.0,
-    even: bool = False,
-    options: dict[str, Any] | None = None,
-    resume: str | None = None,
-    save: str | None = None,
-    nothing_on: int | None = None,
-    late: float = 0.0,
-    scaled: bool = False,
-    own_mean: bool = False,
-    more: Sequence[pl.Callback] = (),
-    **trainer: Any,
-) -> dict[str, Any]:
+    rank=RANK,
+    machines=MACHINES,
+    strategy=None,
+    model="llama",
+    lora=False,
+    optimizer="adamw",
+    steps=3,
+    samples=8,
+    microbatches=4,
+    devices=2,
+    blocking=False,
+    dropout=0.0,
+    even=False,
+    options=None,
+    resume=None,
+    save=None,
+    nothing_on=None,
+    late=0.0,
+    scaled=False,
+    own_mean=False,
+    more=(),
+    **trainer,
+):
     """Train on one machine's part of each batch; with ``machines=1``, on all of it.
 
     Args:
@@ -162,7 +159,7 @@ def train(
         module.training_step = functools.partial(mean_of_targets, module)
     drawn = set[float]()
 
-    def drops(layer: torch.nn.Module, args: Any, out: Tensor) -> Tensor:
+    def drops(layer, args, out):
         drawn.add(float(torch.rand((), dtype=torch.float64)))
         return torch.nn.functional.dropout(out, dropout)
 
@@ -176,7 +173,7 @@ def train(
         part(batch, nothing_on, 2)["labels"][:] = -100
     if scaled:
         trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))]
-    parts: dict[str, Any] = {} if microbatches is None else {"num_microbatches": microbatches // machines}
+    parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
     parts["loss_weight"] = module.targets if own_mean else None if even else module.weighs
     losses = Losses()
     more = [*more, Late(late, module)] if late and rank == machines - 1 > 0 else more
@@ -196,37 +193,36 @@ def train(
     return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held, "drawn": drawn}
 
 
-def cases(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def cases(folder, cases):
     return [train(**case) for case in cases]
 
 
 class Broad(pl.LightningModule):
     """Much to save, and little to compute: 64 MiB of weights, and 128 MiB of optimizer state."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(batch).square().mean()
-        return loss
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
+def saves_much(folder, resume=False):
     """What a checkpoint of a broad model, or going on from it, takes of memory beyond what training takes."""
     path, loading, saving = folder.parent / "broad.ckpt", ExitStack(), {"peak": 0}
 
     class SavesAtTheEnd(pl.Callback):
         roundpipe_passive_hooks = ("on_train_batch_end",)
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_start(self, trainer, pl_module):
             loading.close()
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if resume:
                 trainer.strategy._running()[1].settle()  # the first update copies the state
                 assert path.name not in Path("/proc/self/maps").read_text(), "the file is still in use"
@@ -251,35 +247,33 @@ def saves_much(folder: Path, resume: bool = False) -> dict[str, Any]:
 class Counting(pl.LightningModule):
     """A linear model whose batches are numbers, and which logs what Lightning exchanges between machines."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3 + RANK)  # other weights on each machine: those of the first one count
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        self.seen: list[float] = []
-        self.validated: list[float] = []
+        self.seen = []
+        self.validated = []
         self.mean, self.said = MeanMetric(), dict[str, Any]()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.log("mine", batch[:, 0].mean(), on_step=True, on_epoch=True)
         self.log("everyones", batch[:, 0].mean(), on_epoch=True, sync_dist=True)
         self.mean(batch[:, 0])
         self.log("metric", self.mean, on_step=False, on_epoch=True)
-        loss: Tensor = self.model(batch).square().mean()
-        return loss
+        return self.model(batch).square().mean()
 
-    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         (self.seen if self.training else self.validated).extend(batch[:, 0].tolist())
         return batch
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val", batch[:, 0].mean() + (10 * self.current_epoch if RANK else 0), sync_dist=True)
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         self.model(batch)
-        gathered: Tensor = self.all_gather(batch[:, 0])  # each batch with the other machine's of the same number
-        return gathered
+        return self.all_gather(batch[:, 0])  # each batch with the other machine's of the same number
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         strategy = self.trainer.strategy
         self.said = {
             "gathered": self.all_gather(torch.tensor([RANK, 5])),
@@ -291,11 +285,11 @@ class Counting(pl.LightningModule):
             "all": strategy.reduce_boolean_decision(RANK == 1),
         }
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def lightning(folder: Path) -> dict[str, Any]:
+def lightning(folder):
     """All that Lightning does around training."""
     data = torch.arange(24.0).repeat(4, 1).T.contiguous()
     module, logger = Counting(), MemoryLogger()
@@ -325,12 +319,12 @@ class Dies(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if (RANK, trainer.current_epoch, batch_idx) == (1, 1, 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_once(folder: Path, epochs: int) -> dict[str, Any]:
+def dies_once(folder, epochs):
     """A run that goes on from its last checkpoint, one at the end of each epoch."""
     saving = ModelCheckpoint(folder / "checkpoints", save_last=True)
     options = {"machine_timeout": 30}
@@ -341,32 +335,32 @@ def dies_once(folder: Path, epochs: int) -> dict[str, Any]:
 class Stopped(Counting):
     """Its second machine sets ``should_stop`` in a hook."""
 
-    def __init__(self, hook: str) -> None:
+    def __init__(self, hook):
         super().__init__()
         self.hook = hook
 
-    def stop_in(self, hook: str, now: bool) -> None:
+    def stop_in(self, hook, now):
         if RANK == MACHINES - 1 and hook == self.hook and now:
             self.trainer.should_stop = True
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.stop_in("training_step", batch_idx == 2)
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.stop_in("on_train_batch_end", batch_idx == 1)
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.stop_in("on_validation_epoch_end", self.trainer.global_step == 4)
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.stop_in("on_train_epoch_end", True)
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         pass
 
 
-def stops(folder: Path, hooks: list[str]) -> list[tuple[int, int, int]]:
+def stops(folder, hooks):
     """For each hook: steps, validations and epochs of a run that only the last machine wants to stop there."""
     data, found = torch.arange(48.0).repeat(4, 1).T.contiguous(), []
     for hook in hooks:
@@ -383,7 +377,7 @@ def stops(folder: Path, hooks: list[str]) -> list[tuple[int, int, int]]:
 class Faulty(Counting):
     """What one machine does in its fourth batch."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
         if kind == "another model" and RANK == 1:
@@ -393,7 +387,7 @@ class Faulty(Counting):
         if kind == "another dropout":
             self.drop = torch.nn.Dropout(0.2 if RANK else 0.1)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         if self.kind == "another learning rate" and RANK == 1:
             optimizer.param_groups[0]["lr"] = 0.02
@@ -403,7 +397,7 @@ class Faulty(Counting):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if (0 if "the first" in self.kind else 1) == RANK and self.trainer.global_step == 3:
             if self.kind == "raises":
                 raise ValueError("the data is spilled")
@@ -413,7 +407,7 @@ class Faulty(Counting):
                 os.kill(os.getpid(), signal.SIGKILL if self.kind.endswith("killed") else signal.SIGSTOP)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         if self.kind == "raises in a hook" and RANK == 1:
             raise ValueError("the validation is spilled")
         if self.kind == "another exchange" and self.trainer.global_step == 8:
@@ -425,17 +419,17 @@ class Faulty(Counting):
             return
         super().validation_step(batch, batch_idx)
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         pass
 
 
 class Numbers(IterableDataset[Tensor]):
     """Rows without a known number."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(torch.arange(4.0 * self.count).repeat(4, 1).T.contiguous())
 
 
@@ -444,11 +438,11 @@ class Hastens(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         trainer.strategy._peers.liveness._timeout = 20.0
 
 
-def fault(folder: Path, kind: str) -> dict[str, Any]:
+def fault(folder, kind):
     """A run in which one machine fails. The timeout is long, unless the run waits for its end."""
     rows = 16 if kind == "fewer batches" and RANK == 1 else 32
     data = torch.arange(float(rows)).repeat(4, 1).T.contiguous()

@@ -3,8 +3,6 @@
 ``launch`` starts them, each with a job of ``several_jobs``, and returns what they said. Nothing outlives it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -13,10 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import forks
 
@@ -33,7 +29,7 @@ class Machine:
     after: float
 
 
-def free_port() -> int:
+def free_port():
     """A port that nothing listens on, and that the system gives to nobody who asks for any: those are above 32767.
 
     Processes of one run of the tests, which pytest-xdist numbers, have ranges of their own.
@@ -48,7 +44,7 @@ def free_port() -> int:
 _ports = itertools.count(os.getpid())
 
 
-def environment(rank: int, machines: int, port: int, slurm: str | None = None) -> dict[str, str]:
+def environment(rank, machines, port, slurm=None):
     """The variables that a user sets on each machine, or those of SLURM: "alone", or with an address ("named")."""
     found = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -72,9 +68,7 @@ def environment(rank: int, machines: int, port: int, slurm: str | None = None) -
     return found if slurm else found | {"NODE_RANK": str(rank), "WORLD_SIZE": str(machines)}
 
 
-def start(
-    job: str, machines: int, folder: Path, arguments: dict[str, Any], slurm: str | None = None, network: Any = None
-) -> Sequence[Process]:
+def start(job, machines, folder, arguments, slurm=None, network=None):
     """Start the processes, on this machine or on a `SlowNetwork`. Their output goes to files in ``folder``."""
     port, code = free_port(), "import sys, several_jobs; several_jobs.main(*sys.argv[1:])"
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +97,7 @@ def start(
     ]
 
 
-def torchrun(job: str, machines: int, folder: Path, arguments: dict[str, Any]) -> list[subprocess.Popen[str]]:
+def torchrun(job, machines, folder, arguments):
     """Start ``torchrun`` for each machine, as ``docs/several-machines.md`` has it, with one restart each."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +120,7 @@ LEFT = 1000
 """Exit status of a process that had to be killed."""
 
 
-def collect(processes: Sequence[Process], folder: Path, limit: float, *, until: int | None = None) -> list[Machine]:
+def collect(processes, folder, limit, *, until=None):
     """Wait for the processes, or ``until`` one of them has ended, and kill what is left at last."""
     deadline, ended = time.monotonic() + limit, dict[int, float]()
     while len(ended) < len(processes) and time.monotonic() < deadline and (until is None or until not in ended):
@@ -149,16 +143,12 @@ def collect(processes: Sequence[Process], folder: Path, limit: float, *, until: 
     ]
 
 
-def launch(
-    job: str, folder: Path, *, machines: int = 2, limit: float = 240, network: Any = None, **arguments: Any
-) -> list[Machine]:
+def launch(job, folder, *, machines=2, limit=240, network=None, **arguments):
     """Run ``job`` on each machine and return what they left."""
     return collect(start(job, machines, folder, arguments, network=network), folder, limit)
 
 
-def results(
-    job: str, folder: Path, *, machines: int = 2, limit: float = 240, network: Any = None, **arguments: Any
-) -> list[Any]:
+def results(job, folder, *, machines=2, limit=240, network=None, **arguments):
     """Run ``job`` on each machine and return what each saved. All must end well."""
     import torch
 

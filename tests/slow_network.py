@@ -9,8 +9,6 @@ after the latency. Needs root and ``ip`` (iproute2).
     network.close()
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os
@@ -30,7 +28,7 @@ PORT = 29500
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 
 
-def unavailable() -> str | None:
+def unavailable():
     """Return why there can be no namespaces here; None if there can."""
     if os.geteuid() or shutil.which("ip") is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "needs root, ip (iproute2) and /dev/net/tun"
@@ -40,7 +38,7 @@ def unavailable() -> str | None:
     return found.stderr.strip() or "no network namespaces" if found.returncode else None
 
 
-def address(machine: int) -> str:
+def address(machine):
     return f"10.77.0.{machine + 1}"
 
 
@@ -53,9 +51,9 @@ class SlowNetwork:
         latency_s: seconds that a packet takes.
     """
 
-    def __init__(self, machines: int, rate: float, latency_s: float) -> None:
+    def __init__(self, machines, rate, latency_s):
         self._names = [f"rp-{os.getpid()}-{id(self) & 0xFFFF:x}-{machine}" for machine in range(machines)]
-        self._carrier: subprocess.Popen[str] | None = None
+        self._carrier = None
         try:
             for machine, name in enumerate(self._names):
                 _ip("netns", "add", name)
@@ -72,15 +70,15 @@ class SlowNetwork:
             raise
 
     @property
-    def variables(self) -> dict[str, str]:
+    def variables(self):
         """Environment variables with which processes in the namespaces find each other."""
         return {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": DEVICE}
 
-    def inside(self, machine: int) -> list[str]:
+    def inside(self, machine):
         """Return the beginning of a command that runs in a machine's namespace."""
         return ["ip", "netns", "exec", self._names[machine]]
 
-    def sent(self, machine: int) -> int:
+    def sent(self, machine):
         """Return the bytes that a machine has sent, headers included."""
         found = subprocess.run(
             [*self.inside(machine), "cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"],
@@ -88,17 +86,17 @@ class SlowNetwork:
         )  # fmt: skip
         return int(found.stdout)
 
-    def stall(self) -> None:
+    def stall(self):
         """Carry nothing any more."""
         assert self._carrier is not None
         self._carrier.send_signal(signal.SIGSTOP)
 
-    def stall_gloo(self) -> None:
+    def stall_gloo(self):
         """Carry only what comes from or goes to the port of the job's store."""
         assert self._carrier is not None
         self._carrier.send_signal(signal.SIGUSR1)
 
-    def close(self) -> None:
+    def close(self):
         """End what runs in the namespaces, and take them away."""
         if self._carrier is not None:
             self._carrier.kill()
@@ -107,7 +105,7 @@ class SlowNetwork:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments):
     subprocess.run(["ip", *arguments], check=True)
 
 
@@ -117,13 +115,13 @@ def _ip(*arguments: str) -> None:
 class _Link:
     """What a machine sends: packets wait for their turn [1], and travel [2]."""
 
-    def __init__(self, rate: float, latency_s: float) -> None:
+    def __init__(self, rate, latency_s):
         self._rate, self._latency, self._free = rate, latency_s, 0.0
-        self._on_their_way: deque[tuple[float, int, bytes]] = deque()
+        self._on_their_way = deque()
         self._queued, self._most = 0, rate * (latency_s + 0.05) + 2**18
         self._moved = threading.Condition()
 
-    def send(self, packet: bytes, device: int) -> None:
+    def send(self, packet, device):
         with self._moved:
             while self._queued > self._most:  # the sender's kernel drops packets then, and TCP sends less
                 self._moved.wait()
@@ -132,7 +130,7 @@ class _Link:
             self._queued += len(packet)
             self._moved.notify_all()
 
-    def deliver(self) -> None:
+    def deliver(self):
         while True:
             with self._moved:
                 while not self._on_their_way:
@@ -145,7 +143,7 @@ class _Link:
                 self._moved.notify_all()
 
 
-def _open(name: str) -> int:
+def _open(name):
     """Return a descriptor of the device of a namespace, which this thread enters."""
     namespace = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
@@ -155,13 +153,13 @@ def _open(name: str) -> int:
     return device
 
 
-def carry(rate: float, latency_s: float, names: list[str]) -> None:
+def carry(rate, latency_s, names):
     """Carry packets between the namespaces until this process is killed."""
     devices = {address(machine): _open(name) for machine, name in enumerate(names)}
     only_store = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: only_store.set())
 
-    def read(device: int, link: _Link) -> None:
+    def read(device, link):
         while True:
             packet = os.read(device, MTU + 64)
             to = devices.get(".".join(map(str, packet[16:20]))) if packet[0] >> 4 == 4 else None

@@ -5,32 +5,28 @@ it and compares it, to the bit, with the same run on one kind worker; and it jud
 the order of all accesses to memory (`ordering`), what the user's code saw, and the peak of every device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 import turns
-from harness import Result, arenas_of, ours, run
+from harness import Learner, Result, arenas_of, ours, run, seeded
 from ordering import Ordering
 from patience import PATIENCE_S
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.devices.ledger import Ledger
 from lightning_roundpipe.engine import report as engine_report
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ahead_bytes, arena_bytes, device_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 CALLS = 6
@@ -46,13 +42,13 @@ GLUE_S = 0.0005
 
 
 class Block(nn.Module):
-    def __init__(self, drop: float, writes: bool = False) -> None:
+    def __init__(self, drop, writes=False):
         super().__init__()
         self.writes = writes
         self.lin = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(drop)
 
-    def forward(self, h: Tensor, keep: Tensor) -> Tensor:
+    def forward(self, h, keep):
         if self.writes:
             h.clamp_(-1.5, 1.5)
         return self.drop(torch.tanh(self.lin(h))) * keep
@@ -65,7 +61,7 @@ class Network(nn.Module):
     Plain autograd takes the writes: of what a layer was given, only a frozen one's is written to.
     """
 
-    def __init__(self, drops: bool) -> None:
+    def __init__(self, drops):
         super().__init__()
         self.drops = drops
         self.embed = nn.Linear(6, WIDTH)
@@ -76,7 +72,7 @@ class Network(nn.Module):
         self.first = nn.Parameter(torch.ones(6))
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, user_code: UserCode, skips: bool, extra: int = 0) -> Tensor:
+    def forward(self, x, user_code, skips, extra=0):
         with user_code.alone():
             keep = (x[:, :1] > -2).to(x.dtype) * 1.25
         h = self.embed(x * self.first)  # call 0
@@ -95,24 +91,23 @@ class Network(nn.Module):
             h = h + 0.1 * self.twice(h, keep)
         if not skips:
             h = self.last(h, keep)  # 4
-        out: Tensor = self.head(h)  # 5
-        return out
+        return self.head(h)  # 5
 
 
 class UserCode:
     """Sees whether two microbatches are in user code at once, and in which order they begin and end."""
 
-    def __init__(self) -> None:
-        self.faults: list[str] = []
-        self.began: list[int] = []
-        self.ended: list[int] = []
+    def __init__(self):
+        self.faults = []
+        self.began = []
+        self.ended = []
         self._inside = threading.Lock()
 
-    def __deepcopy__(self, memo: Any) -> UserCode:
+    def __deepcopy__(self, memo):
         return self
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self):
         if not self._inside.acquire(blocking=False):
             self.faults.append("two microbatches are in user code at once")
             yield
@@ -124,21 +119,20 @@ class UserCode:
             self._inside.release()
 
 
-class StressModule(pl.LightningModule):
-    def __init__(self, drops: bool = True) -> None:
+class StressModule(Learner, optimizer=torch.optim.AdamW, lr=0.05):
+    def __init__(self, drops=True):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
+        with seeded(3):
             self.net = Network(drops)
         user_code = UserCode()
         self._instrument = lambda: user_code
         """Behind a function, where it is no state of the module: it sees how often user code runs."""
 
     @property
-    def user_code(self) -> UserCode:
+    def user_code(self):
         return self._instrument()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         first = int(batch["id"][0])
         with self.user_code.alone():
             self.user_code.began.append(first)
@@ -148,9 +142,6 @@ class StressModule(pl.LightningModule):
             loss = F.cross_entropy(out, batch["y"])
             self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cases
@@ -203,7 +194,7 @@ NO_GRADIENTS = Case(
 """A microbatch without a loss, in a round of its own: its slots have a place for gradients, and download none."""
 
 
-def batches(case: Case) -> list[dict[str, Tensor]]:
+def batches(case):
     made = []
     for index, size in enumerate(case.sizes):
         generator = torch.Generator().manual_seed(index)
@@ -223,7 +214,7 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
     return made
 
 
-def parts_of(size: int, microbatches: int) -> tuple[Tensor, ...]:
+def parts_of(size, microbatches):
     """The samples of each microbatch."""
     return torch.arange(size).tensor_split(min(microbatches, size))
 
@@ -237,7 +228,7 @@ class Run:
     peak: int
 
 
-def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> Run:
+def train(case, callbacks=(), **options):
     """Run ``case``; ``options`` go to the strategy in place of its own."""
     module = StressModule(case.drops)
     strategy = ours(
@@ -270,12 +261,12 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
 
 
 @contextlib.contextmanager
-def all_reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
+def all_reports():
     """The report of each step, also of those that are over when the next one has begun."""
-    made: list[Callable[[], dict[str, Any]]] = []
+    made = []
     real = engine_report.report_of
 
-    def noted(*args: Any) -> Callable[[], dict[str, Any]]:
+    def noted(*args):
         made.append(real(*args))
         return made[-1]
 
@@ -285,11 +276,11 @@ def all_reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
 
 
 @contextlib.contextmanager
-def _highest(reports: list[Any]) -> Iterator[list[int]]:
+def _highest(reports):
     """The peaks of all devices, over all steps but the first, which has no plan."""
     peaks, real = [0], Ledger.add
 
-    def add(self: Ledger, *args: Any) -> None:
+    def add(self, *args):
         real(self, *args)
         if reports:
             with self._lock:
@@ -301,7 +292,7 @@ def _highest(reports: list[Any]) -> Iterator[list[int]]:
         yield peaks
 
 
-def reference(case: Case) -> Result:
+def reference(case):
     """One worker without nuisances, everything in one stage."""
     # Gradients that travel narrowed are rounded once a round. In other formats no round changes a bit.
     round_ = Plan.parse(case.plan).round_microbatches if case.plan is not None and case.reduce_dtype else 1
@@ -309,11 +300,11 @@ def reference(case: Case) -> Result:
 
 
 @functools.lru_cache(maxsize=64)
-def _reference(case: Case) -> Result:
+def _reference(case):
     return train(case).result
 
 
-def faults(case: Case) -> list[str]:
+def faults(case):
     """All that is wrong with ``case``, on kind devices and on hard ones that have just enough memory.
 
     A hang, an error or too little memory is raised.
@@ -330,11 +321,11 @@ def faults(case: Case) -> list[str]:
     return found + ordering.faults
 
 
-def _not_ahead(plan: str | None) -> str | None:
+def _not_ahead(plan):
     return None if plan is None else str(replace(Plan.parse(plan), recompute_ahead=False))
 
 
-def _enough(case: Case, easy: Run) -> int:
+def _enough(case, easy):
     """What the plan says that a device needs at the most, in bytes, whoever is late.
 
     Costs are those of the first batch, and later ones may have larger microbatches.
@@ -344,13 +335,13 @@ def _enough(case: Case, easy: Run) -> int:
         return easy.peak
     largest = [max(map(len, parts_of(size, case.microbatches))) for size in case.sizes]
     plan, made = Plan.parse(case.plan), Costs.from_dict(costs)
-    least, most = arena_bytes(plan, made, case.devices)
+    least, most = WorkerNeeds(plan, made, case.devices).arena
     need = device_bytes(plan, made, case.devices) + int(case.arena * (most - least))
-    need += ahead_bytes(plan, made, case.devices)
+    need += WorkerNeeds(plan, made, case.devices).ahead
     return math.ceil(need * max(largest) / largest[0])
 
 
-def wrong(run: Run, expected: Result) -> list[str]:
+def wrong(run, expected):
     """What one run shows by itself: other bits, turns out of order, user code out of order."""
     found = [f"step {i}: {text}" for i, r in enumerate(run.reports) for text in turns.faults(r)]
     try:
@@ -360,12 +351,12 @@ def wrong(run: Run, expected: Result) -> list[str]:
     return found + run.user_code.faults + _in_order(run)
 
 
-def check(case: Case) -> None:
+def check(case):
     if found := faults(case):
         raise AssertionError("\n".join([f"{case}:", *found[:12]]))
 
 
-def _in_order(run: Run) -> list[str]:
+def _in_order(run):
     """User code begins and ends microbatch by microbatch."""
     case, user_code = run.case, run.user_code
     order = [int(part[0]) for batch in batches(case) for part in parts_of(len(batch["id"]), case.microbatches)]

@@ -3,20 +3,17 @@
 test_stress, whose plans draw it too, shows that numbers stay what they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run, seeded
 from test_overlap import BATCHES, Gate, Gated, Layer
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.memory import ahead_within, device_bytes, device_items
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan
 
 PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 2")
@@ -26,11 +23,11 @@ AHEAD = replace(PLAN, recompute_ahead=True)
 class Noting(Gate):
     """Notes the backward of a layer."""
 
-    def __init__(self, notes: list[str], layer: str) -> None:
+    def __init__(self, notes, layer):
         super().__init__(-1)
         self.notes, self.layer = notes, layer
 
-    def pass_through(self, batch: int, part: int) -> None:
+    def pass_through(self, batch, part):
         if (batch, part) == (2, 0):
             self.notes.append(f"backward {self.layer}")
 
@@ -38,9 +35,7 @@ class Noting(Gate):
 class Noted(Layer):
     """Notes its runs and backwards for the first microbatch of the third batch."""
 
-    gate: Noting
-
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+    def forward(self, x, which):
         if which.tolist() == [2, 0]:
             self.gate.notes.append(f"run {self.gate.layer}")
         return super().forward(x, which)
@@ -48,12 +43,9 @@ class Noted(Layer):
 
 @pytest.mark.parametrize(
     ("plan", "order"),
-    [
-        (PLAN, ["run 1", "backward 1", "run 0", "backward 0"]),
-        (AHEAD, ["run 0", "run 1", "backward 1", "backward 0"]),
-    ],
+    [(PLAN, ["run 1", "backward 1", "run 0", "backward 0"]), (AHEAD, ["run 0", "run 1", "backward 1", "backward 0"])],
 )
-def test_a_whole_stage_is_recomputed_first_where_the_plan_says_so(plan: Plan, order: list[str]) -> None:
+def test_a_whole_stage_is_recomputed_first_where_the_plan_says_so(plan, order):
     module, notes = Gated(Gate(-1)), list[str]()
     for i in range(2):
         module.layers[i] = Noted(Noting(notes, str(i)))
@@ -64,13 +56,13 @@ def test_a_whole_stage_is_recomputed_first_where_the_plan_says_so(plan: Plan, or
     assert notes == ["run 0", "run 1", *order]
 
 
-RAN: set[tuple[int, ...]] = set()
+RAN = set()
 
 
 class Refusing(Layer):
     """Cannot be run twice."""
 
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+    def forward(self, x, which):
         key = tuple(which.tolist())
         if key[0] == 2 and key in RAN:
             raise ZeroDivisionError("planted")
@@ -78,7 +70,7 @@ class Refusing(Layer):
         return super().forward(x, which)
 
 
-def test_what_fails_ahead_is_raised_where_it_is_needed() -> None:
+def test_what_fails_ahead_is_raised_where_it_is_needed():
     module = Gated(Gate(-1))
     RAN.clear()
     module.layers[2] = Refusing()
@@ -88,28 +80,27 @@ def test_what_fails_ahead_is_raised_where_it_is_needed() -> None:
     assert any("recomputation" in note and "layers.2" in note for note in error.value.__notes__)
 
 
-def test_the_plan_says_so_where_there_is_room() -> None:
+def test_the_plan_says_so_where_there_is_room():
     costs = Costs(tuple(CallCost(str(i), 1.0, 2.0, 100, 50, 1, 1000, needs_backward=True) for i in range(4)))
     arena = 2 * 100 + 2 * 50
     alone, stage = arena + 1000, arena + 2000
     assert device_bytes(PLAN, costs, 2) == alone
     assert device_bytes(AHEAD, costs, 2) == stage
-    assert ahead_within(PLAN, costs, 2, None) == ahead_within(PLAN, costs, 2, stage) == AHEAD
-    assert ahead_within(PLAN, costs, 2, stage - 1) == PLAN
-    assert sum(item.nbytes for item in device_items(AHEAD, costs, 2, stage)) == stage
-    assert ahead_within(Plan.single(4), costs, 2, None) == Plan.single(4)
+    assert all(Problem.usual(costs, 2, 2, memory).ahead(PLAN) == AHEAD for memory in (None, stage))
+    assert Problem.usual(costs, 2, 2, stage - 1).ahead(PLAN) == PLAN
+    assert sum(item.nbytes for item in WorkerNeeds(AHEAD, costs, 2).items(stage)) == stage
+    assert Problem.usual(costs, 2, 2).ahead(Plan.single(4)) == Plan.single(4)
 
 
-class Between(pl.LightningModule):
+class Between(Learner, optimizer=torch.optim.AdamW, lr=0.02):
     """What user code does to the second layer's output differs from batch to batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(6, 6)) for _ in range(5))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x = self.blocks[1](self.blocks[0](batch))
         if batch_idx == 2:
             x = x.view_as(x)
@@ -125,16 +116,11 @@ class Between(pl.LightningModule):
         if batch_idx != 6:
             x = self.blocks[2](x)
         x = self.blocks[4](self.blocks[3](x) + (x if batch_idx == 7 else 0))
-        loss = x.square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return x.square().mean()
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_only_what_goes_on_as_it_is_is_made_again(devices: int) -> None:
+def test_only_what_goes_on_as_it_is_is_made_again(devices):
     generator, module = torch.Generator().manual_seed(1), Between()
     data = [torch.randn(4, 6, generator=generator) for _ in range(9)]
     text = "forward 0-1 2-3; fused 4; backward 0-3; round 1; recompute ahead"

@@ -3,41 +3,36 @@
 The table is in ``tests/mistakes``; the page of ``docs/errors.md`` shows it to users.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
 from harness import ours
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from mistakes import MISTAKES, CommandError, Mistake, User
+from mistakes import MISTAKES, CommandError, User
 
 from lightning_roundpipe.config import RoundPipeError
 
 
 @pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> User:
+def user(tmp_path, monkeypatch, capfd):
     return User(tmp_path, monkeypatch, capfd)
 
 
-def _cases() -> Iterator[Any]:
+def _cases():
     for mistake in MISTAKES:
         name = re.sub(r"\W+", "-", mistake.what).strip("-")
         for number, way in enumerate(mistake.ways):
             yield pytest.param(mistake, way, id=name + (f"-{number}" if number else ""))
 
 
-def _pattern(text: str) -> str:
+def _pattern(text):
     return ".*".join(re.escape(part) for part in text.split("…"))
 
 
 @pytest.mark.parametrize(("mistake", "way"), [*_cases()])
-def test_refused_by_name(mistake: Mistake, way: Callable[[User], Any], user: User) -> None:
+def test_refused_by_name(mistake, way, user):
     """The message begins as the page says and goes on to the remedy; nothing was trained, and no thread is left."""
     with pytest.raises(
         (ValueError, TypeError, OSError, ImportError, MisconfigurationException, RoundPipeError, CommandError)
@@ -50,7 +45,7 @@ def test_refused_by_name(mistake: Mistake, way: Callable[[User], Any], user: Use
     assert harness.roundpipe_threads() == []
 
 
-def test_the_rows_are_different() -> None:
+def test_the_rows_are_different():
     """Each section once, no row twice, and nothing that would break a table."""
     assert len({m.section for m in MISTAKES}) == len([s for s, _ in groupby(MISTAKES, lambda m: m.section)])
     assert len({m.what for m in MISTAKES}) == len(MISTAKES)
@@ -60,12 +55,12 @@ def test_the_rows_are_different() -> None:
 # ------------------------------------------------------------------------------- what looks like a mistake and is none
 
 
-def test_what_lightning_refuses_is_one_line_as_well(user: User) -> None:
+def test_what_lightning_refuses_is_one_line_as_well(user):
     with pytest.raises(CommandError, match=r"^roundpipe-train: .*devices=.?0"):
         user.command("trainer.devices=0")
 
 
-def test_a_plan_is_refused_when_the_strategy_is_made() -> None:
+def test_a_plan_is_refused_when_the_strategy_is_made():
     """As far as it can be seen without the trace: not after a first batch that may have taken minutes."""
     with pytest.raises(ValueError, match=r"^plan: the forward pass"):
         ours(plan="forward 0-1; fused 3-5; backward 0-2; round 2")

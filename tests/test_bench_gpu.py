@@ -1,12 +1,9 @@
 """The benchmark that needs a GPU, as far as it goes without one: its rows on the CPU, its processes and its table."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import bench_gpu
 import pytest
@@ -25,7 +22,7 @@ CPU = ["--device", "cpu", "--out"]
         pytest.param("fsdp2", "plain_24gib", marks=pytest.mark.slow),
     ],
 )
-def test_every_row_takes_the_same_steps(name: str, plain: str) -> None:
+def test_every_row_takes_the_same_steps(name, plain):
     expected, found = measure(ROWS[plain], TINY), measure(ROWS[name], TINY)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=1e-5)
     assert len(found["losses"]) == TINY.warmup + TINY.steps
@@ -36,7 +33,7 @@ def test_every_row_takes_the_same_steps(name: str, plain: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_command_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_from_end_to_end(tmp_path, capfd):
     """Every piece, as on a GPU: those whose packages are missing say so, and all others have their figures."""
     assert bench_gpu.main([*CPU, str(tmp_path), "--within", "1700"]) == 0
     known = json.loads((tmp_path / "results.json").read_text())
@@ -51,7 +48,7 @@ def test_the_command_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_a_row_imports_neither_hydra_nor_datasets() -> None:
+def test_a_row_imports_neither_hydra_nor_datasets():
     """The machines that have a GPU may lack them."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('hydra', 'omegaconf', 'datasets')))\n"
@@ -60,10 +57,10 @@ def test_a_row_imports_neither_hydra_nor_datasets() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
-def test_losses_of_a_traced_step() -> None:
+def test_losses_of_a_traced_step():
     """Each pause of the kernels counts for what goes on in it; a short one is the time between two launches."""
 
-    def event(kind: str, name: str, start: float, end: float) -> dict[str, Any]:
+    def event(kind, name, start, end):
         return {"cat": kind, "name": name, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
 
     kernels = [(0, 1), (0.5, 2), (2.00001, 3), (4, 5), (7, 8), (12, 13)]
@@ -75,7 +72,7 @@ def test_losses_of_a_traced_step() -> None:
     assert [round(seconds, 5) for seconds in lost.values()] == [4, 3, 2, 1, 0.00001] and set(lost) == set(MENDS)
 
 
-def test_what_a_piece_has_found_stays_if_its_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_piece_has_found_stays_if_its_time_ends(tmp_path, monkeypatch):
     (tmp_path / "longest_ours.json").write_text('{"longest": 64}')
     (slow := tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     monkeypatch.setattr(bench_gpu, "SCRIPT", slow)
@@ -87,20 +84,20 @@ class TestCalls:
     """Pieces that take 100 s each."""
 
     @pytest.fixture(autouse=True)
-    def played(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ran: list[str] = []
+    def played(self, monkeypatch):
+        self.ran = []
         self.now = 0.0
         monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(bench_gpu, "run_apart", self.run_apart)
         monkeypatch.setattr(bench_gpu, "SLOWER", 1)
 
-    def run_apart(self, name: str, device: str, folder: Path, seconds: float) -> dict[str, Any]:
+    def run_apart(self, name, device, folder, seconds):
         self.ran.append(name)
         self.now += 100
         figures = {"tokens_per_s": 960.0, "step_s": 0.25, "losses": [2.5, 2.25], "host_bytes": 2**30}
         return {"reason": "CUDA error | sticky"} if name == "ours" else figures
 
-    def test_a_call_goes_on_where_the_last_one_ended(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_call_goes_on_where_the_last_one_ended(self, tmp_path, capsys):
         call = [*CPU, str(tmp_path), "--only", "plain,ours,roundpipe,fsdp2", "--within", "210"]
         assert bench_gpu.main(call) == 0
         assert self.ran == ["plain", "ours"]
@@ -110,7 +107,7 @@ class TestCalls:
         assert self.ran == ["plain", "ours", "fsdp2", "ours"]
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("here is one")
     assert bench_gpu.main(["--out", str(tmp_path / "out")]) == bench_gpu.NO_DEVICE

@@ -1,10 +1,6 @@
 """The options that say what memory may be used: each does what it says, from a configuration too."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +18,7 @@ from lightning_roundpipe.planning.schedule import Plan
 
 
 @pytest.mark.parametrize(("budget", "allowed"), [(1000, 1000), (1e6, 6000), ("2KiB", 2048), (0.5, 3000), (None, 5400)])
-def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
-    budget: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(budget, allowed, monkeypatch):
     devices = make_devices("cpu", [torch.device("cpu")] * 3, Emulation())
     monkeypatch.setattr(EmulatedDevice, "capacity", lambda self: (None, 8000, 6000)[self.index])
     assert worker_bytes(Options(memory_budget=budget), devices) == allowed
@@ -33,7 +27,7 @@ def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
 
 
 @pytest.mark.parametrize("budget", [0.3, 5000, None])
-def test_a_device_of_the_advised_size_has_that_budget(budget: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_of_the_advised_size_has_that_budget(budget, monkeypatch):
     options, devices = Options(memory_budget=budget), make_devices("cpu", [torch.device("cpu")], Emulation())
     size = device_for(5000, options)
     monkeypatch.setattr(EmulatedDevice, "capacity", lambda self: size)
@@ -41,16 +35,16 @@ def test_a_device_of_the_advised_size_has_that_budget(budget: Any, monkeypatch: 
     devices[0].close()
 
 
-def test_each_worker_keeps_to_a_share() -> None:
+def test_each_worker_keeps_to_a_share():
     """A plan that needs 60 % of each device's memory: allowed with all of it, and refused with half.
 
     The plan is given, as one that is found depends on measured times, and on a busy machine may want less than it could
     have.
     """
     module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp")
-    options: dict[str, Any] = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"]}
+    options = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"]}
 
-    def reported(**more: Any) -> dict[str, Any]:
+    def reported(**more):
         report = run(ours(**options, **more), module, batches, devices=2).report
         assert report is not None
         return report
@@ -64,13 +58,13 @@ def test_each_worker_keeps_to_a_share() -> None:
         reported(memory_budget=0.5, emulation={"memory": memory})
 
 
-def test_what_fits_the_hosts_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_the_hosts_memory_is_pinned(monkeypatch):
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 100)
     assert [host_memory.worth_copying(n, "auto") for n in (0, 75, 76)] == [True, True, False]
     assert [host_memory.worth_copying(10**18, pin) for pin in ("on", "off")] == [True, False]
 
 
-def test_a_jobs_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jobs_limit_counts(tmp_path, monkeypatch):
     """A scheduler's, say: of a control group that the process is in, or one around it."""
     mine, step = tmp_path / "mine", tmp_path / "slurm" / "job" / "step"
     monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
@@ -87,13 +81,10 @@ def test_a_jobs_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert host_memory.total_bytes() == 4000
 
 
-# -- when nothing fits -------------------------------------------------------------------------------------------------
-
-
-def test_an_error_names_settings_that_work() -> None:
+def test_an_error_names_settings_that_work():
     """Each with its value, as Python: the planner has tried it with the measured costs."""
     module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 2, samples=600)
-    options: dict[str, Any] = {"num_microbatches": 4, "memory_budget": "80KB"}
+    options = {"num_microbatches": 4, "memory_budget": "80KB"}
     with pytest.raises(ValueError, match="workers may use 80,000 bytes") as raised:
         run(ours(**options), module, batches, devices=2)
     [said] = re.findall(r"Set (.*?)\. Or name smaller modules", str(raised.value))
@@ -105,7 +96,7 @@ def test_an_error_names_settings_that_work() -> None:
 
 
 @pytest.mark.parametrize(("samples", "budget", "proposed"), [(1, "50KiB", False), (4, "90KiB", True)])
-def test_only_cuts_that_batches_allow_are_proposed(samples: int, budget: str, proposed: bool) -> None:
+def test_only_cuts_that_batches_allow_are_proposed(samples, budget, proposed):
     batches = [{name: value[:samples] for name, value in batch.items()} for batch in zoo.make_batches("llama")]
     with pytest.raises(DoesNotFit, match="memory_budget=") as raised:
         run(ours(memory_budget=budget), zoo.make_module("llama"), batches)

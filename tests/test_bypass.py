@@ -4,18 +4,14 @@ Each way is trained plainly and with the strategy, with one microbatch and sever
 stands in front of the layers, where its gradient comes in backward, and behind them, where it comes from the loss.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Result, assert_same, halves, ours, run
+from harness import assert_same, halves, ours, run, seeded
 from small_net import WIDTH, Net, all_of, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,22 +19,21 @@ from transformers import ReformerConfig, ReformerModelWithLMHead
 
 from lightning_roundpipe.config import RoundPipeError
 
-Between = Callable[[Any, Tensor], Tensor]
 GRID = [(1, 1), (4, 2)]
 """Numbers of microbatches and devices."""
 
 
-def batches() -> list[zoo.Batch]:
+def batches():
     return zoo.make_batches("mlp", samples=8)
 
 
-def train(module: Net, microbatches: int, devices: int, **options: Any) -> Result:
+def train(module, microbatches, devices, **options):
     fit = {key: options.pop(key) for key in ("precision",) if key in options}
     strategy = ours(num_microbatches=microbatches, layers=["Block", "Linear"], **options)
     return run(strategy, module, batches(), devices=devices, **fit)
 
 
-def check_equal(module: Net, *, some: bool = False) -> None:
+def check_equal(module, *, some=False):
     """``some``: not all parameters are trained."""
     plain = run("auto", module, batches())
     assert some or all(grad is not None for grads in plain.grads for grad in grads.values())
@@ -50,16 +45,16 @@ def check_equal(module: Net, *, some: bool = False) -> None:
 # ------------------------------------------------------------------------------------------------ attributes of tensors
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+VIEWS = {
     "T": lambda w: w.T,
     "real": lambda w: w.real,
-    "by the descriptor": lambda w: Tensor.T.__get__(w),  # type: ignore[attr-defined]
+    "by the descriptor": lambda w: Tensor.T.__get__(w),
     "of an alias": lambda w: w.T.T.T,
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_of_a_parameter(view: str) -> None:
+def test_a_view_of_a_parameter(view):
     check_equal(make(between=lambda self, h: (h * self.gain) @ VIEWS[view](self.mix)))
 
 
@@ -68,13 +63,13 @@ def test_a_view_of_a_parameter(view: str) -> None:
 
 class Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(ctx, x, weight, scale=1.0):
         ctx.save_for_backward(x, weight)
         ctx.scale = scale
         return x @ weight * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad @ weight.T * ctx.scale, x.T @ grad * ctx.scale, None
 
@@ -83,15 +78,15 @@ class Split(torch.autograd.Function):
     """In the newer style, with the context apart."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
+    def forward(x, weight):
         return x * weight
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad * weight, (grad * x).sum(0)
 
@@ -100,13 +95,13 @@ class OfTheModule(torch.autograd.Function):
     """Reads the module's weight itself, as hand-written backward passes do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Net, *weights: Tensor) -> Tensor:
+    def forward(ctx, x, module, *weights):
         ctx.module = module
         ctx.save_for_backward(x)
         return x * module.gain @ module.mix
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         weights = [ctx.module.gain, ctx.module.mix]
         with torch.enable_grad():
@@ -121,17 +116,17 @@ def scripted(x: Tensor, weight: Tensor, gain: Tensor) -> Tensor:
     return torch.tanh(x * gain) @ weight
 
 
-def in_a_thread(self: Net, h: Tensor) -> Tensor:
+def in_a_thread(self, h):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: h * self.gain @ self.mix).result()
 
 
-def without_torch_functions(self: Net, h: Tensor) -> Tensor:
+def without_torch_functions(self, h):
     with torch._C.DisableTorchFunction():
         return h * self.gain @ self.mix
 
 
-HIDDEN: dict[str, Between] = {
+HIDDEN = {
     "a function's argument, one more": lambda self, h: Split.apply(Product.apply(h, self.mix, 0.5), self.gain),
     "a function that recomputes": lambda self, h: OfTheModule.apply(h, self, self.gain, self.mix),
     "a scripted function": lambda self, h: scripted(h, self.mix, self.gain),
@@ -145,29 +140,28 @@ HIDDEN: dict[str, Between] = {
 
 
 @pytest.mark.parametrize("way", HIDDEN)
-def test_a_parameter_given_to(way: str) -> None:
+def test_a_parameter_given_to(way):
     check_equal(make(between=HIDDEN[way]))
 
 
 class Small(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.rand(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(self.inner(x)) * self.gain
 
 
-def test_modules_of_torchscript() -> None:
+def test_modules_of_torchscript():
     """They run between the layers."""
 
-    def configure_model(self: Net) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(4)
+    def configure_model(self):
+        with seeded(4):
             self.extra = nn.ModuleList([torch.jit.script(Small())])
 
-    def between(self: Net, h: Tensor) -> Tensor:
+    def between(self, h):
         return all_of(self, self.extra[0](h))
 
     check_equal(make(configure_model=configure_model, between=between))
@@ -181,7 +175,7 @@ def scripted_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x @ weight.t() + bias
 
 
-def test_reformer() -> None:
+def test_reformer():
     """Hugging Face's, whose layers are called without grad and go back by themselves."""
     sizes = {"hidden_size": 32, "feed_forward_size": 32, "num_attention_heads": 2, "attention_head_size": 16}
     lengths = {"max_position_embeddings": 64, "local_attn_chunk_length": 4, "axial_pos_embds": False}
@@ -189,8 +183,7 @@ def test_reformer() -> None:
     dropout = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
     # Without a seed for the hashes, torch.seed() draws it, and plain training gives other numbers each time.
     kinds = {"attn_layers": ["local", "lsh"], "hash_seed": 0, "is_decoder": True, "vocab_size": 96}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         module = zoo.modules.CausalLM(ReformerModelWithLMHead(ReformerConfig(**sizes, **lengths, **dropout, **kinds)))
         tokens = [torch.randint(0, 96, (4, 16)) for _ in range(3)]
     given = [{"input_ids": ids, "labels": ids} for ids in tokens]
@@ -205,22 +198,22 @@ def test_reformer() -> None:
 class Box:
     """An object that is no module."""
 
-    def __init__(self, **held: Any) -> None:
+    def __init__(self, **held):
         self.__dict__.update(held)
 
 
-def hook_inside(self: Net, block: int, add: Callable[[Tensor], Tensor]) -> None:
-    self.blocks[block].inner.register_forward_hook(lambda module, inputs, out: add(out))  # type: ignore[union-attr, operator]
+def hook_inside(self, block, add):
+    self.blocks[block].inner.register_forward_hook(lambda module, inputs, out: add(out))
 
 
-def in_a_box(self: Net, block: int, add: Callable[[Tensor], Tensor]) -> None:
-    inner = self.blocks[block].inner  # type: ignore[union-attr]
-    inner.box = Box(add=add)  # type: ignore[union-attr, assignment]
-    inner.register_forward_hook(lambda module, inputs, out: module.box.add(out))  # type: ignore[union-attr, operator]
+def in_a_box(self, block, add):
+    inner = self.blocks[block].inner
+    inner.box = Box(add=add)
+    inner.register_forward_hook(lambda module, inputs, out: module.box.add(out))
 
 
 PLACES = {"a hook": hook_inside, "an object": in_a_box}
-STEERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+STEERED = {
     "added": lambda self, h: h + self.gain,
     "a product with its transpose": lambda self, h: h @ self.mix.T,
     "a function": lambda self, h: Product.apply(h, self.mix),
@@ -228,8 +221,8 @@ STEERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def steered(way: str, place: str, blocks: tuple[int, ...], trained: str) -> Net:
-    def setup(self: Net, stage: str) -> None:
+def steered(way, place, blocks, trained):
+    def setup(self, stage):
         for block in blocks:
             PLACES[place](self, block, lambda h: STEERED[way](self, h))
         for name, parameter in self.named_parameters():
@@ -240,22 +233,22 @@ def steered(way: str, place: str, blocks: tuple[int, ...], trained: str) -> Net:
 
 @pytest.mark.parametrize("trained", ["gain mix", "stem blocks gain mix head"])
 @pytest.mark.parametrize("place", PLACES)
-def test_steering_vectors(place: str, trained: str) -> None:
+def test_steering_vectors(place, trained):
     check_equal(steered("added", place, (1, 2), trained), some=True)
 
 
 @pytest.mark.parametrize("way", STEERED)
-def test_inside_a_frozen_layer(way: str) -> None:
+def test_inside_a_frozen_layer(way):
     check_equal(steered(way, "a hook", (0, 2), "gain mix head blocks.1.inner"), some=True)
 
 
-def test_a_tensor_from_another_layer_is_refused() -> None:
-    def setup(self: Net, stage: str) -> None:
+def test_a_tensor_from_another_layer_is_refused():
+    def setup(self, stage):
         self.box = Box(value=None)
         hook_inside(self, 1, lambda h: h + self.box.value)
         self.blocks.requires_grad_(False)
 
-    def body(self: Net, h: Tensor) -> Tensor:
+    def body(self, h):
         self.box.value = h * 2
         return Net.body(self, h.detach())
 
@@ -263,7 +256,7 @@ def test_a_tensor_from_another_layer_is_refused() -> None:
         train(make(setup=setup, body=body), 4, 2)
 
 
-def test_prefix_tuning() -> None:
+def test_prefix_tuning():
     """Its vectors lie in a key-value cache, which each layer fills in the forward, and again when it is recomputed."""
     module, windows = zoo.make_module("llama"), {"batches": zoo.make_batches("llama", 6), "accumulate_grad_batches": 2}
     config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
@@ -275,7 +268,7 @@ def test_prefix_tuning() -> None:
 # ------------------------------------------------------------------------------------------- the check behind all these
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+REFUSED = {
     "another format": ({"precision": "bf16-true"}, {}),
     "staleness": ({"staleness": 1}, {}),
     "later than the first batch": (
@@ -285,12 +278,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def untouched(self: Net, h: Tensor) -> Tensor:
+def untouched(self, h):
     return scripted_linear(h, self.blocks[0].inner.weight, self.blocks[0].inner.bias)
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_delivered_is_refused(reason: str) -> None:
+def test_what_cannot_be_delivered_is_refused(reason):
     options, methods = REFUSED[reason]
     module = make(**({"between": lambda self, h: torch.tanh(scripted_product(h, self.mix))} | methods))
     with pytest.raises(RoundPipeError, match=r"uses parameter '.*' itself.*parameter.clone"):

@@ -3,26 +3,21 @@
 What a callback looks at is in `trainer/test_hook_audit.py`; that hooks come in order is in `test_training.py`.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import Result, assert_same, ours, run
+from harness import assert_same, ours, run
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 MLP = zoo.make_module("mlp")
@@ -30,9 +25,7 @@ BATCHES = zoo.make_batches("mlp", 3)
 VALIDATION = zoo.make_batches("mlp", 2, seed=50)
 
 
-def pair(
-    make: Callable[[str], Any], batches: Any = BATCHES, module: pl.LightningModule = MLP, **options: Any
-) -> list[tuple[Any, Result]]:
+def pair(make, batches=BATCHES, module=MLP, **options):
     """The same run plainly and with the strategy, each with what ``make`` gives it: a callback or several.
 
     Args:
@@ -48,11 +41,11 @@ def pair(
     return found
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-def assert_same_checkpoints(folder: Path) -> list[str]:
+def assert_same_checkpoints(folder):
     """``folder/plain`` and ``folder/ours`` hold the same files, of the same steps and weights."""
     names = files(folder / "plain")
     assert names == files(folder / "ours")
@@ -66,7 +59,7 @@ def assert_same_checkpoints(folder: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- saving, stopping
 
 
-def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
+def test_model_checkpoint_keeps_the_best(tmp_path):
     (plain, _), (own, _) = pair(
         lambda kind: ModelCheckpoint(
             tmp_path / kind, filename="{epoch}-{step}", monitor="val/loss", save_top_k=2, save_last=True
@@ -80,7 +73,7 @@ def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
     harness.assert_tensors_same(plain.best_model_score, own.best_model_score)
 
 
-CALLBACKS: dict[str, tuple[Callable[[], pl.Callback], int]] = {
+CALLBACKS = {
     "early stopping": (lambda: callbacks.EarlyStopping("val/loss", patience=1, min_delta=0.02), 12),
     "timer": (lambda: callbacks.Timer({"seconds": 5}, interval="step"), 3),
     "averaging": (lambda: callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2), 4),
@@ -90,18 +83,18 @@ CALLBACKS: dict[str, tuple[Callable[[], pl.Callback], int]] = {
 
 
 class Scheduled(zoo.PlainClassifier):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_what_callbacks_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_callbacks_do(name, monkeypatch):
     """The same stops, weights and lines; the timer's clock goes on by a second whenever it is read."""
     make, epochs = CALLBACKS[name]
 
-    def made(kind: str) -> pl.Callback:
+    def made(kind):
         monkeypatch.setattr(callbacks.timer, "time", SimpleNamespace(monotonic=itertools.count().__next__))
         return make()
 
@@ -116,14 +109,14 @@ def test_what_callbacks_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class Tuned(zoo.PlainClassifier):
     """Has its own data, so that a batch size can be tried."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(zoo.make_module("mlp").model)
         self.batch_size, self.lr = 2, 0.05
         generator = torch.Generator().manual_seed(3)
         self.data = TensorDataset(torch.randn(96, 8, generator=generator), torch.arange(96) % 5)
 
-    def train_dataloader(self) -> Any:
-        def collate(samples: Any) -> Any:
+    def train_dataloader(self):
+        def collate(samples):
             x, y = zip(*samples, strict=True)
             return {"x": torch.stack(x), "y": torch.stack(y)}
 
@@ -131,35 +124,29 @@ class Tuned(zoo.PlainClassifier):
 
     val_dataloader = train_dataloader
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class ReadsGradients(pl.Callback):
-    def __init__(self) -> None:
-        self.norms: list[Tensor] = []
+    def __init__(self):
+        self.norms = []
 
-    def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer, pl_module):
         self.norms.append(torch.stack([p.grad.norm() for p in pl_module.parameters() if p.grad is not None]))
 
 
-def tune(kind: str, *given: pl.Callback, folder: Path, strategy: Any = None, **options: Any) -> SimpleNamespace:
+def tune(kind, *given, folder):
     """Train with the module's own data, which `harness.run` does not."""
-    strategy = strategy or (ours(num_microbatches=2) if kind == "ours" else "auto")
-    trainer = harness.trainer_of(
-        strategy,
-        devices=2 if kind == "ours" else 1,
-        callbacks=list(given),
-        default_root_dir=folder,
-        **({"max_steps": 4, "limit_val_batches": 1} | options),
-    )
-    module = Tuned()
+    strategy, devices = (ours(num_microbatches=2), 2) if kind == "ours" else ("auto", 1)
+    options = {"default_root_dir": folder, "max_steps": 4, "limit_val_batches": 1}
+    trainer, module = harness.trainer_of(strategy, devices=devices, callbacks=list(given), **options), Tuned()
     trainer.fit(module)
     assert not list(folder.glob("*.ckpt")), "what the tuner saved is still there"
-    return SimpleNamespace(module=module, trainer=trainer, given=given, state=dict(module.state_dict()))
+    return SimpleNamespace(module=module, given=given, state=dict(module.state_dict()))
 
 
-def test_batch_size_finder(tmp_path: Path) -> None:
+def test_batch_size_finder(tmp_path):
     """Trials run without the user's callbacks; the run behind them has these, and gives them what they need."""
     plain, own = (
         tune(kind, callbacks.BatchSizeFinder(steps_per_trial=1, max_trials=2), ReadsGradients(), folder=tmp_path)
@@ -170,13 +157,13 @@ def test_batch_size_finder(tmp_path: Path) -> None:
     harness.assert_tensors_same(plain.given[1].norms, own.given[1].norms)
 
 
-def test_a_batch_that_no_plan_fits_is_out_of_memory_to_the_tuner() -> None:
+def test_a_batch_that_no_plan_fits_is_out_of_memory_to_the_tuner():
     with pytest.raises(ValueError, match=r"^memory_budget: workers may use 81,920 bytes") as raised:
         run(ours(num_microbatches=2, memory_budget=80 * 1024), MLP, zoo.make_batches("mlp", 1, 256), devices=2)
     assert is_oom_error(raised.value)
 
 
-def test_learning_rate_finder(tmp_path: Path) -> None:
+def test_learning_rate_finder(tmp_path):
     finders = [callbacks.LearningRateFinder(1e-3, 1.0, num_training_steps=15) for _ in range(2)]
     plain, own = (
         tune(kind, finder, ReadsGradients(), folder=tmp_path)
@@ -192,14 +179,14 @@ def test_learning_rate_finder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- weights, gradients
 
 
-def test_weight_averaging(tmp_path: Path) -> None:
+def test_weight_averaging(tmp_path):
     """Weights and average change places for each validation; the checkpoint has both, and training goes on from it."""
 
-    def make(folder: str) -> list[pl.Callback]:
+    def make(folder):
         averaging = callbacks.EMAWeightAveraging(decay=0.5)
         return [averaging, ModelCheckpoint(tmp_path / folder, filename="{step}", save_top_k=-1)]
 
-    options: dict[str, Any] = {"val_batches": VALIDATION, "enable_checkpointing": True}
+    options = {"val_batches": VALIDATION, "enable_checkpointing": True}
     (_, plain), (_, result) = pair(make, max_epochs=2, **options)
     assert_same(plain, result)
     assert assert_same_checkpoints(tmp_path) == ["step=3.ckpt", "step=6.ckpt"]
@@ -213,38 +200,38 @@ def test_weight_averaging(tmp_path: Path) -> None:
 class Meddles(pl.Callback):
     """Reads and changes gradients and weights wherever that is possible."""
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer, pl_module):
         self.seen.append(harness.gradients(pl_module))
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         for parameter in pl_module.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(0.5).add_(1e-3)
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
         self.seen.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
 
 
 class ShrinksEachBatch(pl.Callback):
     """Changes the weights between steps."""
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def __init__(self):
+        self.seen = []
 
-    def shrink(self, trainer: Any, pl_module: pl.LightningModule, *args: Any) -> None:
+    @torch.no_grad()
+    def shrink(self, trainer, pl_module, *args):
         self.seen.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
-        with torch.no_grad():
-            for parameter in pl_module.parameters():
-                parameter.mul_(0.9)
+        for parameter in pl_module.parameters():
+            parameter.mul_(0.9)
 
     on_train_batch_end = on_train_epoch_end = on_validation_start = shrink
 
 
 @pytest.mark.parametrize("kind", [Meddles, ShrinksEachBatch])
-def test_users_callbacks_read_and_change(kind: type[pl.Callback]) -> None:
+def test_users_callbacks_read_and_change(kind):
     (plain, expected), (own, result) = pair(
         lambda _: kind(), max_epochs=2, val_batches=VALIDATION, blocking=kind is Meddles
     )
@@ -257,7 +244,7 @@ def test_users_callbacks_read_and_change(kind: type[pl.Callback]) -> None:
 
 
 class Shown(zoo.PlainClassifier):
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss, _ = self.loss_and_logits(batch)
         self.log("shown", loss, prog_bar=True)
         return loss
@@ -268,17 +255,17 @@ class ReadsTheBar(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
-        self.shown: list[Any] = []
+    def __init__(self):
+        self.shown = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *args):
         bar = trainer.progress_bar_callback
         assert bar is not None
         self.shown.append(bar.get_metrics(trainer, pl_module))
 
 
 @pytest.mark.parametrize("bar", [RichProgressBar, callbacks.TQDMProgressBar])
-def test_progress_bars(bar: type[callbacks.ProgressBar], capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bars(bar, capsys):
     (plain, expected), (own, result) = pair(
         lambda kind: [bar(leave=True), ReadsTheBar()], module=Shown(MLP.model), enable_progress_bar=True
     )
@@ -294,42 +281,42 @@ def test_progress_bars(bar: type[callbacks.ProgressBar], capsys: pytest.CaptureF
 class OwnLogger(Logger):
     """A user's: notes everything that it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.told: list[Any] = []
+        self.told = []
 
     name = "own"
     version = 0
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         self.told.append(("metrics", step, dict(metrics)))
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params, *args, **kwargs):
         self.told.append(("hyperparameters", dict(params)))
 
-    def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
+    def log_graph(self, model, input_array=None):
         self.told.append(("graph", type(model).__name__))
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback):
         self.told.append(("saved", checkpoint_callback.best_model_path.rsplit("/", 1)[-1]))
 
-    def save(self) -> None:
+    def save(self):
         self.told.append(("save",))
 
-    def finalize(self, status: str) -> None:
+    def finalize(self, status):
         self.told.append(("finalize", status))
 
 
 class WithHyperparameters(zoo.PlainClassifier):
-    def __init__(self, width: int = 3) -> None:
+    def __init__(self, width=3):
         super().__init__(zoo.make_module("mlp").model)
         self.save_hyperparameters()
 
 
-def test_a_users_logger_is_told_the_same(tmp_path: Path) -> None:
-    loggers: list[OwnLogger] = []
+def test_a_users_logger_is_told_the_same(tmp_path):
+    loggers = []
 
-    def logger(kind: str) -> OwnLogger:
+    def logger(kind):
         loggers.append(OwnLogger())
         return loggers[-1]
 
@@ -347,7 +334,7 @@ def test_a_users_logger_is_told_the_same(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ profilers
 
 
-def test_pytorch_profiler_sees_the_workers(tmp_path: Path) -> None:
+def test_pytorch_profiler_sees_the_workers(tmp_path):
     """Layers run on threads of their own, of which torch's profiler knows nothing by itself."""
     profiler = PyTorchProfiler(tmp_path, filename="profile", row_limit=-1, export_to_chrome=False)
     run(ours(num_microbatches=3), MLP, BATCHES * 2, devices=2, profiler=profiler, watch=False)

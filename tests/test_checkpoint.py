@@ -5,41 +5,36 @@ file. Its first step is then a sequential, trace-finding one where the uninterru
 the bit also says that the two ways of running a step agree to the bit.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import Result, SaveAfter, SaveAt, assert_identical, loader, ours, run, trainer_of
+from harness import assert_identical, loader, ours, run, save_after, save_at, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
 class Scheduled(zoo.CausalLM):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = adamw(self.parameters())
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fresh(name: str = "llama", lora: bool = False) -> zoo.ZooModule:
+def fresh(name="llama", lora=False):
     """A module whose optimizer has state, and a schedule."""
     if name == "llama":
         return Scheduled(zoo.make_module(name, lora).model)
@@ -52,31 +47,31 @@ BATCH = zoo.make_batches("llama", 1)[0]
 PLAIN, OURS = "plain", "ours"
 
 
-def strategy(kind: str, **options: Any) -> Any:
+def strategy(kind, **options):
     return "auto" if kind == PLAIN else ours(**({"num_microbatches": 3, "loss_weight": "targets"} | options))
 
 
-def devices(kind: str) -> int:
+def devices(kind):
     return 1 if kind == PLAIN else 2
 
 
-def train(kind: str, module: pl.LightningModule, batches: Any, seed: int = 1, **options: Any) -> Result:
+def train(kind, module, batches, seed=1, **options):
     chosen = strategy(kind, **options.pop("strategy_options", {}))
     return run(chosen, module, batches, devices=options.pop("devices", devices(kind)), seed=seed, **options)
 
 
-def assert_continues(whole: Result, resumed: Result, done: int) -> None:
+def assert_continues(whole, resumed, done):
     """``resumed`` is the rest of ``whole`` after ``done`` steps, to the bit."""
     assert len(resumed.losses) == len(whole.losses) - done
     rest = copy.copy(whole)
     rest.losses, rest.grads = whole.losses[done:], whole.grads[done:]
     rest.logged = resumed.logged = None
     assert_identical(rest, resumed)
-    optimizers = [result.trainer.optimizers[0].state_dict() for result in (whole, resumed)]  # type: ignore[union-attr]
+    optimizers = [result.trainer.optimizers[0].state_dict() for result in (whole, resumed)]
     assert_states_equal(*optimizers)
 
 
-def assert_states_equal(a: Any, b: Any, where: str = "optimizer") -> None:
+def assert_states_equal(a, b, where="optimizer"):
     if isinstance(a, Tensor):
         assert torch.equal(a, b), where
     elif isinstance(a, dict):
@@ -97,22 +92,22 @@ def assert_states_equal(a: Any, b: Any, where: str = "optimizer") -> None:
 @pytest.mark.parametrize(
     ("name", "lora", "done", "staleness"), [("llama", False, 2, 1), ("gpt2", False, 1, 0), ("qwen3", True, 2, 0)]
 )
-def test_resume_continues_bit_for_bit(name: str, lora: bool, done: int, staleness: int, tmp_path: Path) -> None:
+def test_resume_continues_bit_for_bit(name, lora, done, staleness, tmp_path):
     """Saved in the middle of an epoch, after the first step or a planned one, and resumed on another number of workers.
     Every batch is the same one, so the order of data does not matter. A run that is one step late goes on from the
     newest weights when it has saved them.
     """
     module, batches = fresh(name, lora), zoo.make_batches(name, 1) * 5
-    options: dict[str, Any] = {"strategy_options": {"staleness": staleness}}
-    whole = train(OURS, module, batches, callbacks=[SaveAt(done, tmp_path / "at.ckpt")], **options)
+    options = {"strategy_options": {"staleness": staleness}}
+    whole = train(OURS, module, batches, callbacks=[save_at(done, tmp_path / "at.ckpt")], **options)
     resumed = train(OURS, fresh(name, lora), batches, devices=3, fit={"ckpt_path": tmp_path / "at.ckpt"}, **options)
     assert_continues(whole, resumed, done)
 
 
-def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path):
     """All of a model's tensors were listed, which is pages of text."""
     path = tmp_path / "at.ckpt"
-    train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), callbacks=[SaveAt(1, path)])
+    train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), callbacks=[save_at(1, path)])
     with pytest.raises(RuntimeError, match=r"has adapters \(LoRA\), and the other has none") as raised:
         train(OURS, fresh("qwen3", lora=True), zoo.make_batches("qwen3", 1), fit={"ckpt_path": path})
     assert len(str(raised.value)) < 1000
@@ -122,38 +117,38 @@ def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path: Path) -> No
 class Within(pl.Callback):
     """Does something in the hook ``at`` of batch ``batch``, between its loss and the end of its optimizer step."""
 
-    def __init__(self, at: str, batch: int, action: Callable[[pl.Trainer], None]) -> None:
+    def __init__(self, at, batch, action):
         self.roundpipe_passive_hooks = True
         self.batch, self.action = batch, action
         setattr(self, at, self.act)
 
-    def on_before_zero_grad(self, *args: Any) -> None: ...
-    def on_after_backward(self, *args: Any) -> None: ...
+    def on_before_zero_grad(self, *args): ...
+    def on_after_backward(self, *args): ...
 
-    def act(self, trainer: pl.Trainer, *args: Any) -> None:
+    def act(self, trainer, *args):
         if trainer.fit_loop.epoch_loop.batch_idx == self.batch:
             self.action(trainer)
 
 
 @pytest.mark.parametrize("at", ["on_before_zero_grad", "on_after_backward"])
 @pytest.mark.parametrize(("windows", "saves"), [(1, False), (2, True)])
-def test_state_that_is_read_within_a_batch_changes_nothing(at: str, windows: int, saves: bool, tmp_path: Path) -> None:
+def test_state_that_is_read_within_a_batch_changes_nothing(at, windows, saves, tmp_path):
     """Before the loss was differentiated, the batch lost its gradients; afterwards, a checkpoint had it step twice."""
 
-    def read(trainer: pl.Trainer) -> None:
+    def read(trainer):
         if saves:
             trainer.save_checkpoint(tmp_path / "within.ckpt")
         else:
             trainer.model.state_dict()
 
-    options: dict[str, Any] = {"steps": 4, "accumulate_grad_batches": windows}
+    options = {"steps": 4, "accumulate_grad_batches": windows}
     undisturbed = train(OURS, fresh(), BATCH, **options)
     for batch in (0, 3):
         result = train(OURS, fresh(), BATCH, callbacks=[Within(at, batch, read)], **options)
         assert_identical(undisturbed, result)
 
 
-def test_saving_within_a_window_leaves_updates_one_step_late(tmp_path: Path) -> None:
+def test_saving_within_a_window_leaves_updates_one_step_late(tmp_path):
     """The next step had all updates instead. A resumed run differed, as `ModelCheckpoint` saves again at its first
     batch.
     """
@@ -161,7 +156,7 @@ def test_saving_within_a_window_leaves_updates_one_step_late(tmp_path: Path) -> 
     class Saves(pl.Callback):
         roundpipe_passive_hooks = True
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 2:
                 trainer.save_checkpoint(tmp_path / "within.ckpt")
 
@@ -177,33 +172,31 @@ class HandlesSignals(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path, self.saved, self.batch = path, list[int](), -1
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.batch = batch_idx
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        def handle(*args: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
+        def handle(*args):
             pl_module.state_dict()
             trainer.save_checkpoint(self.path)
             self.saved.append(trainer.global_step)
 
         self.former = signal.signal(signal.SIGUSR1, handle)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer, pl_module, stage):
         signal.signal(signal.SIGUSR1, self.former)
 
 
-def test_a_signals_handler_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signals_handler_may_save(tmp_path, monkeypatch):
     """Lightning's own handler for SLURM does. It took apart the step that it interrupted, which raised an error."""
     real, results = nn.Linear.forward, []
     for sends in ((), (1, 3, 5)):
         callback, calls = HandlesSignals(tmp_path / "handled.ckpt"), Counter[int]()
 
-        def forward(
-            self: nn.Linear, x: Tensor, sends: Any = sends, callback: Any = callback, calls: Any = calls
-        ) -> Any:
+        def forward(self, x, sends=sends, callback=callback, calls=calls):
             calls[callback.batch] += 1
             if callback.batch in sends and calls[callback.batch] == 20:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -219,12 +212,12 @@ def test_a_signals_handler_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --------------------------------------------------------------------------------------------------- to and from others
 
 
-def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path: Path) -> None:
+def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path):
     """And goes on without the window's first gradients, as it does from its own."""
     resumed = []
     for kind in (PLAIN, OURS):
         path = tmp_path / f"{kind}.ckpt"
-        train(kind, fresh(), BATCH, steps=6, accumulate_grad_batches=3, callbacks=[SaveAfter(4, path)])
+        train(kind, fresh(), BATCH, steps=6, accumulate_grad_batches=3, callbacks=[save_after(4, path)])
         resumed.append(train(PLAIN, fresh(), BATCH, steps=6, accumulate_grad_batches=3, fit={"ckpt_path": path}))
     harness.assert_same(*resumed, rtol=1e-4, atol=1e-5)
 
@@ -232,26 +225,24 @@ def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "lora", "before", "after"), [("gpt2", False, OURS, PLAIN), ("qwen3", True, PLAIN, OURS)]
 )
-def test_others_go_on_from_our_checkpoints_and_we_from_theirs(
-    name: str, lora: bool, before: str, after: str, tmp_path: Path
-) -> None:
+def test_others_go_on_from_our_checkpoints_and_we_from_theirs(name, lora, before, after, tmp_path):
     module, batches = fresh(name, lora), zoo.make_batches(name, 1) * 4
     expected = train(PLAIN, module, batches)
-    train(before, module, batches, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
+    train(before, module, batches, callbacks=[save_at(2, tmp_path / "at.ckpt")], max_steps=2)
     resumed = train(after, fresh(name, lora), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
     expected.losses, expected.grads, expected.logged = expected.losses[2:], expected.grads[2:], None
     harness.assert_same(expected, resumed, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "lora"), [("gpt2", False), ("qwen3", True)])
-def test_the_file_is_what_plain_lightning_writes(name: str, lora: bool, tmp_path: Path) -> None:
+def test_the_file_is_what_plain_lightning_writes(name, lora, tmp_path):
     """Same keys, shapes, types and device, tied weights tied, and no larger but by a few kilobytes."""
     for kind in (PLAIN, OURS):
         train(
             kind,
             fresh(name, lora),
             zoo.make_batches(name, 1) * 2,
-            callbacks=[SaveAt(2, tmp_path / f"{kind}.ckpt")],
+            callbacks=[save_at(2, tmp_path / f"{kind}.ckpt")],
             max_steps=2,
         )
     plain, own = (torch.load(tmp_path / f"{kind}.ckpt", weights_only=True) for kind in (PLAIN, OURS))
@@ -273,7 +264,7 @@ def test_the_file_is_what_plain_lightning_writes(name: str, lora: bool, tmp_path
 # ----------------------------------------------------------------------------------------------- weights after training
 
 
-def test_weights_are_ordinary_after_training(tmp_path: Path) -> None:
+def test_weights_are_ordinary_after_training(tmp_path):
     """After fit the module is a plain CPU module: it computes, trains and saves without the strategy."""
     module = fresh()
     before = {name: (p.shape, p.dtype, p.requires_grad, p.is_leaf) for name, p in module.named_parameters()}
@@ -295,22 +286,22 @@ def test_weights_are_ordinary_after_training(tmp_path: Path) -> None:
 class Saved(zoo.PlainClassifier):
     """Made again from what its checkpoint holds."""
 
-    def __init__(self, lr: float) -> None:
+    def __init__(self, lr):
         super().__init__(zoo.make_module("mlp").model)
         self.save_hyperparameters()
         self.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=lr, eps=1e-3)
 
 
-def test_by_class_and_by_the_last(tmp_path: Path) -> None:
+def test_by_class_and_by_the_last(tmp_path):
     """``load_from_checkpoint`` gives a module that trains on; ``ckpt_path="last"`` finds the newest file."""
     batches = zoo.make_batches("mlp", 1) * 3
 
-    def keeping(kind: str) -> ModelCheckpoint:
+    def keeping(kind):
         return ModelCheckpoint(tmp_path / kind, filename="{step}", every_n_train_steps=2, save_last=True)
 
     found = []
     for kind in (PLAIN, OURS):
-        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2}
+        options = {"enable_checkpointing": True, "max_epochs": 2}
         train(kind, Saved(0.01), batches, callbacks=[keeping(kind)], max_steps=4, **options)
         last = train(kind, Saved(0.02), batches, callbacks=[keeping(kind)], fit={"ckpt_path": "last"}, **options)
         module = Saved.load_from_checkpoint(tmp_path / kind / "step=6.ckpt")
@@ -320,11 +311,11 @@ def test_by_class_and_by_the_last(tmp_path: Path) -> None:
         harness.assert_same(plain, own, rtol=1e-4, atol=1e-5)
 
 
-def test_optimizer_state_stays_on_the_cpu(tmp_path: Path) -> None:
+def test_optimizer_state_stays_on_the_cpu(tmp_path):
     """``torch.optim`` puts state where the parameters are, Lightning's strategies where their first device is."""
 
     class OnTheWay(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             [optimizer] = trainer.optimizers
             for parameter, state in optimizer.state.items():
                 seen.update((v.device, v.dtype) for v in state.values() if isinstance(v, Tensor))
@@ -336,16 +327,16 @@ def test_optimizer_state_stays_on_the_cpu(tmp_path: Path) -> None:
         away = False
 
         @property
-        def root_device(self) -> torch.device:
+        def root_device(self):
             return torch.device("meta" if self.away else "cpu")
 
-        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        def load_optimizer_state_dict(self, checkpoint):
             self.away = True
             super().load_optimizer_state_dict(checkpoint)
             self.away = False
 
-    seen: set[Any] = set()
-    train(PLAIN, fresh(), BATCH, steps=2, callbacks=[SaveAt(1, tmp_path / "at.ckpt")])
+    seen = set()
+    train(PLAIN, fresh(), BATCH, steps=2, callbacks=[save_at(1, tmp_path / "at.ckpt")])
     run(Elsewhere(num_microbatches=3), fresh(), BATCH, devices=2, callbacks=[OnTheWay()], steps=3,
         fit={"ckpt_path": tmp_path / "at.ckpt"})  # fmt: skip
     assert seen == {(torch.device("cpu"), torch.float32)}

@@ -1,22 +1,18 @@
 """Layers that the strategy compiles: the numbers of plain training, and few compilations."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_identical, assert_same, halves, ours, per_call, run, single
-from torch import Tensor, nn
+from harness import Learner, assert_identical, assert_same, halves, ours, per_call, run, seeded, single
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.torch_version import TorchVersion
@@ -28,33 +24,29 @@ from lightning_roundpipe.engine.compiling import CompiledForwards
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
-class Module(pl.LightningModule):
-    def __init__(self, dropout: float = 0.0) -> None:
+class Module(Learner, optimizer=torch.optim.AdamW, lr=0.01):
+    def __init__(self, dropout=0.0):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.blocks = nn.ModuleList(Block(dropout) for _ in range(5))
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x = batch["x"]
         for block in self.blocks:
             x = block(x)
         return (x - batch["y"]).square().mean()
 
-    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Counting(pl.Callback):
@@ -62,45 +54,45 @@ class Counting(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.forward = self.backward = 0
-        self.after: list[int] = []
+        self.after = []
         self.lazy = False
         self._compiling = threading.local()
 
-    def __call__(self, graph: Any, inputs: Any) -> Any:
+    def __call__(self, graph, inputs):
         self._compiling.now = True
         try:
             return aot_autograd(fw_compiler=self._forward, bw_compiler=self._backward)(graph, inputs)
         finally:
             self._compiling.now = False
 
-    def _forward(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+    def _forward(self, graph, inputs):
         self.forward += 1
         return graph.forward
 
-    def _backward(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+    def _backward(self, graph, inputs):
         self.backward += 1
         self.lazy |= not getattr(self._compiling, "now", False)
         return graph.forward
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, *args, **kwargs):
         self.after.append(self.forward)
 
 
 LAYERS = ["Block"]
 
 
-def batches(count: int, samples: int = 4) -> list[zoo.Batch]:
+def batches(count, samples=4):
     generator = torch.Generator().manual_seed(3)
     return [{key: torch.randn(samples, 16, generator=generator) for key in "xy"} for _ in range(count)]
 
 
-def compiled(backend: Any, **options: Any) -> Any:
+def compiled(backend, **options):
     return ours(compile_layers={"backend": backend}, layers=LAYERS, num_microbatches=2, **options)
 
 
-def test_evaluation_runs_compiled_too() -> None:
+def test_evaluation_runs_compiled_too():
     given, counting = batches(2), Counting()
     plain = run("auto", Module(), copy.deepcopy(given), val_batches=given)
     strategy = compiled(counting)
@@ -114,13 +106,13 @@ class Arenas(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        workers: list[Any] = trainer.strategy._engine.context.pool.workers
+    def on_train_batch_end(self, trainer, *args, **kwargs):
+        workers = trainer.strategy._engine.context.pool.workers
         buffers = [worker.planned.arena.buffer for worker in workers]
         self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
 
 
-def test_compiled_code_holds_no_memory() -> None:
+def test_compiled_code_holds_no_memory():
     """It was made with the weights of one moment."""
     arenas = Arenas()
     counting = Counting()
@@ -132,31 +124,31 @@ def test_compiled_code_holds_no_memory() -> None:
 class CompilesItsLoss(Module):
     """In training and validation, with functions that call others."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend):
         super().__init__()
         self.backend = backend
         self.distance = torch.compile(self.as_written, backend=backend)
 
-    def as_written(self, x: Tensor, y: Tensor) -> Tensor:
+    def as_written(self, x, y):
         return F.smooth_l1_loss(F.layer_norm(x, (16,)).tanh() * 2, y) + (x - y).square().mean()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo):
         made = CompilesItsLoss(self.backend)
         made.load_state_dict(self.state_dict())
         return made
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x = batch["x"]
         for block in self.blocks:
             x = block(x)
         return self.distance(x, batch["y"])
 
 
-def test_functions_that_user_code_has_compiled_run_as_written() -> None:
+def test_functions_that_user_code_has_compiled_run_as_written():
     """They were compiled with the modes that their operations pass through, once for each operation."""
-    graphs: list[int] = []
+    graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(len(inputs))
         return graph
 
@@ -173,39 +165,38 @@ def test_functions_that_user_code_has_compiled_run_as_written() -> None:
 class InARow(Module):
     """Blocks in a module of their own, compiled by the user in one of several ways."""
 
-    def __init__(self, way: Callable[[Any], None]) -> None:
+    def __init__(self, way):
         super().__init__()
         self.net = nn.Sequential(*self.blocks)
         del self.blocks
         self.way = way
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         self.way(self)
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = (self.net(batch["x"]) - batch["y"]).square().mean()
-        return loss
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch["x"]) - batch["y"]).square().mean()
 
 
-def wraps_whole(module: Any) -> None:
+def wraps_whole(module):
     module.net = torch.compile(module.net, backend="eager")
 
 
-def wraps_layers(module: Any) -> None:
+def wraps_layers(module):
     module.net = nn.Sequential(*(torch.compile(block, backend="eager") for block in module.net))
 
 
-def compiles_whole(module: Any) -> None:
+def compiles_whole(module):
     module.net.compile(backend="eager")
 
 
-def compiles_layers(module: Any) -> None:
+def compiles_layers(module):
     for block in module.net:
         block.compile(backend="eager")
 
 
 @pytest.mark.parametrize("way", [wraps_whole, wraps_layers, compiles_whole, compiles_layers])
-def test_what_users_compile(way: Callable[[Any], None]) -> None:
+def test_what_users_compile(way):
     """Runs as written, with a warning; with `compile_layers`, each layer is compiled once for all workers."""
     given, counting = batches(8), Counting()
     module = InARow(way)
@@ -222,8 +213,8 @@ class Broken(Exception):
     pass
 
 
-def test_what_cannot_be_compiled_names_the_setting() -> None:
-    def backend(graph: Any, inputs: Any) -> Any:
+def test_what_cannot_be_compiled_names_the_setting():
+    def backend(graph, inputs):
         raise Broken("no compiler")
 
     with pytest.raises(RoundPipeError, match=r"layer 'blocks.0' could not be compiled .*compile_layers") as caught:
@@ -231,7 +222,7 @@ def test_what_cannot_be_compiled_names_the_setting() -> None:
     assert "no compiler" in str(caught.value.__cause__)
 
 
-def test_more_variants_than_torch_keeps_are_named() -> None:
+def test_more_variants_than_torch_keeps_are_named():
     """Torch would go on with the layer as it is written, whose bits are others, and say so in its log only."""
     settings = {"backend": "eager", "dynamic": False}
     strategy = ours(compile_layers=settings, layers=LAYERS, num_microbatches=1)
@@ -243,17 +234,17 @@ def test_more_variants_than_torch_keeps_are_named() -> None:
 class Rounding(Counting):
     """Code for sizes that are fixed rounds otherwise than code for any, as torch's own compiler would have it."""
 
-    def _forward(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+    def _forward(self, graph, inputs):
         factor = 1 if any(isinstance(x, torch.SymInt) for x in inputs) else 1 + 2**-10
 
-        def rounded(*args: Any) -> Any:
+        def rounded(*args):
             return [x * factor if torch.is_tensor(x) and x.is_floating_point() else x for x in graph.forward(*args)]
 
         return rounded
 
 
 @pytest.mark.slow
-def test_sizes_that_came_before_do_not_matter() -> None:
+def test_sizes_that_came_before_do_not_matter():
     """A microbatch of 4 after those of 3 would be recomputed by another code than its forward; so would one of 16."""
     given = [batches(1, count)[0] for count in (64, 61, 64, 61)]
     results = []
@@ -265,7 +256,7 @@ def test_sizes_that_came_before_do_not_matter() -> None:
 
 
 @pytest.mark.slow
-def test_a_language_model_equals_plain_training() -> None:
+def test_a_language_model_equals_plain_training():
     module, given, counting = zoo.make_module("llama", True), zoo.make_batches("llama", 5), Counting()
     plain = run("auto", module, copy.deepcopy(given))
     strategy = ours(compile_layers={"backend": counting, "dynamic": True}, num_microbatches=2)
@@ -276,7 +267,7 @@ def test_a_language_model_equals_plain_training() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs one for C++")
-def test_with_torchs_own_compiler() -> None:
+def test_with_torchs_own_compiler():
     """It has random numbers of its own making, which are the same whoever asks for them again."""
     given = batches(3)
     plain = run("auto", Module(), copy.deepcopy(given))
@@ -297,7 +288,7 @@ def test_with_torchs_own_compiler() -> None:
 class Float8(Module):
     """Blocks whose products are in fp8."""
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe):
         super().__init__()
         config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
         float8.convert_to_float8_training(self.blocks, config=config)
@@ -311,7 +302,7 @@ class Float8(Module):
         pytest.param("inductor", "rowwise", marks=pytest.mark.slow),
     ],
 )
-def test_layers_in_fp8(backend: str, recipe: str) -> None:
+def test_layers_in_fp8(backend, recipe):
     """Code that rounds as the layers do gives their numbers, and torch's own compiler the same for any plan."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch's compiler for CPUs needs one for C++")
@@ -326,7 +317,7 @@ def test_layers_in_fp8(backend: str, recipe: str) -> None:
         assert_same(written, two)
 
 
-def test_a_compiler_that_ends_the_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_ends_the_process_is_refused(monkeypatch):
     """In torch 2.11, `FakeTensorMode` leaves a pointer to a guard of CUDA behind that dies with its thread."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")

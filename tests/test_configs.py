@@ -1,22 +1,18 @@
 """The shipped configuration: every choice composes, every target exists, and ``roundpipe-train`` runs it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from patience import PATIENCE_S
 
 from lightning_roundpipe import train
@@ -59,7 +55,7 @@ NEEDED = {
 pytestmark = pytest.mark.usefixtures("working_folder")
 
 
-def of_an_experiment(arguments: tuple[str, ...]) -> tuple[str, ...]:
+def of_an_experiment(arguments):
     """With the one that takes no time, unless another one is chosen, or a model and data."""
     groups = {argument.partition("=")[0] for argument in arguments}
     return (
@@ -67,7 +63,7 @@ def of_an_experiment(arguments: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides):
     """What ``roundpipe-train`` would run with these overrides, with all interpolations resolved."""
     overrides = of_an_experiment(overrides)
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
@@ -80,7 +76,7 @@ def composed(*overrides: str) -> DictConfig:
     return cfg
 
 
-def targets(node: Any) -> Iterator[str]:
+def targets(node):
     if isinstance(node, dict):
         yield from ([node["_target_"]] if "_target_" in node else [])
         node = list(node.values())
@@ -89,19 +85,19 @@ def targets(node: Any) -> Iterator[str]:
             yield from targets(value)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def run(monkeypatch, *arguments):
     """``roundpipe-train`` with these arguments, in this process."""
     monkeypatch.setattr(sys, "argv", ["roundpipe-train", *of_an_experiment(arguments)])
     train.main()
 
 
-def last_line(text: str) -> str:
+def last_line(text):
     assert text.endswith("\n")
     return text.splitlines()[-1]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_composes(experiment: str) -> None:
+def test_every_experiment_composes(experiment):
     cfg = composed(f"experiment={experiment}")
     assert cfg.name == experiment
     found = list(targets(OmegaConf.to_container(cfg)))
@@ -111,13 +107,13 @@ def test_every_experiment_composes(experiment: str) -> None:
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_choice_composes(group: str, choice: str) -> None:
+def test_every_choice_composes(group, choice):
     cfg = composed(f"{group}={choice}", *([NEEDED[choice]] if choice in NEEDED else []))
     for target in targets(OmegaConf.to_container(cfg)):
         assert callable(get_object(target)), target
 
 
-def test_every_option_of_the_strategy_is_configured() -> None:
+def test_every_option_of_the_strategy_is_configured():
     import inspect
 
     from lightning_roundpipe import RoundPipeStrategy
@@ -129,9 +125,7 @@ def test_every_option_of_the_strategy_is_configured() -> None:
     assert settings == set(options)
 
 
-def test_a_run_leaves_everything(
-    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_everything(working_folder, monkeypatch, capfd):
     run(monkeypatch, "experiment=random_tokens", "lora=all_linear", "trainer.max_steps=2")
     out, err = capfd.readouterr()
     folder = Path(last_line(out))
@@ -170,9 +164,7 @@ def test_a_run_leaves_everything(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(monkeypatch, capfd):
     options = ["lora=all_linear", "prompt=null"]
     run(
         monkeypatch,
@@ -203,7 +195,7 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
 
 
 @pytest.mark.slow
-def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plain_lightning_is_a_choice(monkeypatch, capfd):
     """The comparison: same losses, on one device, and null for what only roundpipe knows."""
     summaries = []
     for strategy in ("roundpipe", "auto"):
@@ -221,7 +213,7 @@ def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_products_in_fp8(recipe: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_products_in_fp8(recipe, monkeypatch, capfd):
     run(monkeypatch, f"float8={recipe}", "trainer.max_steps=2", "trainer.precision=bf16-true", "prompt=null")
     summary = json.loads((Path(last_line(capfd.readouterr().out)) / "summary.json").read_text())
     assert 4 < summary["val_loss_after"] < 5
@@ -231,9 +223,7 @@ TINY_SWEEP = ("experiment=random_tokens", "prompt=null")
 
 
 @pytest.mark.slow
-def test_a_sweep_leaves_a_table(
-    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_leaves_a_table(working_folder, monkeypatch, capfd):
     run(monkeypatch, "-m", *TINY_SWEEP, "data.batch_size=1,4", "trainer.max_steps=2")
     out, _ = capfd.readouterr()
     folder = Path(last_line(out))
@@ -255,7 +245,7 @@ def test_a_sweep_leaves_a_table(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_has_its_row(monkeypatch, capfd):
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, "-m", *TINY_SWEEP, "strategy.emulation.memory=2KB,1GB", "trainer.max_steps=1")
     assert exit_.value.code == 1
@@ -270,7 +260,7 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_folder_is_the_last_thing_said(working_folder: Path) -> None:
+def test_the_folder_is_the_last_thing_said(working_folder):
     """On neither stream does anything follow, not even from what runs when the interpreter ends."""
     done = subprocess.run(
         [sys.executable, "-m", "lightning_roundpipe.train", "experiment=random_tokens", "trainer.max_steps=1"],
@@ -286,7 +276,7 @@ def test_the_folder_is_the_last_thing_said(working_folder: Path) -> None:
 EXAMPLE = ROOT / "examples" / "plain_lightning.py"
 
 
-def losses_agree(printed: str, lines: int) -> None:
+def losses_agree(printed, lines):
     """The losses of the example's two runs agree in each of ``lines`` lines, and no worker was idle."""
     rows = re.findall(r"^ *\S+ +(\d\.\d+) +(\d\.\d+) +\S+$", printed, re.MULTILINE)
     assert len(rows) == lines
@@ -295,7 +285,7 @@ def losses_agree(printed: str, lines: int) -> None:
     assert {f"worker {worker}" in printed for worker in range(4)} == {True}
 
 
-def test_the_example_trains_as_plain_lightning_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_trains_as_plain_lightning_does(capsys):
     """`examples/plain_lightning.py` with fewer steps, in this process."""
     code = EXAMPLE.read_text()
     shorter = code.replace("STEPS, WINDOW = 24", "STEPS, WINDOW = 5")
@@ -315,7 +305,7 @@ def test_the_example_trains_as_plain_lightning_does(capsys: pytest.CaptureFixtur
         (["data=completions", "data.path=/chats", "strategy.loss_weight=sum"], 4, "sum"),
     ],
 )
-def test_a_step_has_as_many_samples_whatever_the_microbatch(settings: list[str], batches: int, weight: Any) -> None:
+def test_a_step_has_as_many_samples_whatever_the_microbatch(settings, batches, weight):
     cfg = composed(*settings)
     assert cfg.trainer.accumulate_grad_batches == batches
     assert cfg.trainer.val_check_interval == batches * cfg.trainer.max_steps
@@ -326,9 +316,7 @@ def test_a_step_has_as_many_samples_whatever_the_microbatch(settings: list[str],
 
 
 @pytest.mark.parametrize("setting", ["step_samples=0", "step_samples=many", "data.batch_size=3"])
-def test_a_step_that_cannot_be_is_refused(
-    setting: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_cannot_be_is_refused(setting, monkeypatch, capfd):
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, setting)
     assert exit_.value.code == 2

@@ -3,21 +3,17 @@
 Losses that are means over samples also equal those of the whole batch, which is the oracle where parts are unequal.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from harness import Learner
 from harness import loader as list_loader
-from plain_oracle import PLAIN, Record, assert_equal, on_devices, train
+from plain_oracle import PLAIN, assert_equal, on_devices, train
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
@@ -30,30 +26,28 @@ VOCABULARY = 11
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.linear(x))
 
 
-class Net(pl.LightningModule):
+class Net(Learner, lr=0.1, momentum=0.9):
     """The mean over the samples of ``x``; ``read`` takes it out of a batch."""
 
-    calls: list[Any]
-
-    def __init__(self, read: Callable[[Any], Tensor] = lambda batch: batch) -> None:
+    def __init__(self, read=lambda batch: batch):
         super().__init__()
         self.read = read
         self.net = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(6, 2)).double()
         self.mean, self.order = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
-        self.steps: list[Any] = []
+        self.steps = []
 
-    def loss(self, x: Tensor) -> Tensor:
+    def loss(self, x):
         return self.net(x).square().mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x = self.read(batch)
         self.steps.append((type(batch).__name__, len(x), batch_idx))
         loss = self.loss(x)
@@ -64,28 +58,25 @@ class Net(pl.LightningModule):
         self.log("mean", self.mean, on_step=False, on_epoch=True, batch_size=size)
         return {"loss": loss, "rows": x[:, 0].detach(), "table": x.detach(), "last": x[-1].detach(), "name": "last"}
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.calls.append(("order", self.order.compute()))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Watching(Net):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.calls.append(("gradients", [p.grad.clone() for p in self.parameters()]))  # type: ignore[union-attr]
+    def on_before_optimizer_step(self, optimizer):
+        self.calls.append(("gradients", [p.grad.clone() for p in self.parameters()]))
 
 
-def samples(count: int, seed: int = 1) -> Tensor:
+def samples(count, seed=1):
     return torch.randn(count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def batches(sizes: list[int], wrap: Callable[[Tensor], Any] = lambda x: x) -> Callable[[], Any]:
+def batches(sizes, wrap=lambda x: x):
     """A loader of batches of these sizes."""
     return lambda: list_loader([wrap(x) for x in samples(sum(sizes)).split(sizes)])
 
 
-def weights(record: Record) -> Any:
+def weights(record):
     return record.final["weights"]
 
 
@@ -97,7 +88,7 @@ def weights(record: Record) -> Any:
 @pytest.mark.parametrize(
     ("make", "options"), [(Net, {"num_microbatches": 3}), (Watching, {"microbatch_size": 2})], ids=str
 )
-def test_loader_of_the_parts(devices: int, make: Callable[[], Net], options: dict[str, int], window: int) -> None:
+def test_loader_of_the_parts(devices, make, options, window):
     """Weights are those of plain Lightning whose loader gives the parts, in windows of K times P."""
     plain = train(PLAIN, make, batches([2] * 12), accumulate_grad_batches=3 * window)
     cut = train(devices, make, batches([6] * 4), accumulate_grad_batches=window, options=options)
@@ -109,7 +100,7 @@ def test_loader_of_the_parts(devices: int, make: Callable[[], Net], options: dic
 
 @DEVICES
 @pytest.mark.parametrize(("window", "options"), [(1, {"num_microbatches": 3}), (3, {"microbatch_size": 2})], ids=str)
-def test_unequal_parts(devices: int, options: dict[str, int], window: int) -> None:
+def test_unequal_parts(devices, options, window):
     """Losses, logs, outputs and hooks are those of the whole batches: parts weigh by their samples, and log once."""
     script = {"loader": batches([7, 7, 4, 2, 1]), "accumulate_grad_batches": window, "max_epochs": 2}
     plain, cut = train(PLAIN, Net, **script), train(devices, Net, options=options, **script)
@@ -119,11 +110,11 @@ def test_unequal_parts(devices: int, options: dict[str, int], window: int) -> No
 
 
 @DEVICES
-def test_logs_of_parts(devices: int) -> None:
+def test_logs_of_parts(devices):
     """What parts log is averaged by samples and logged once; an epoch's mean is over all samples."""
 
     class Logs(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             self.log("size", float(len(batch)))
             self.log_dict({"first": batch[0, 0], "index": batch_idx})
             self.log("sized", batch.mean(), on_step=False, on_epoch=True, batch_size=len(batch))
@@ -142,11 +133,11 @@ def test_logs_of_parts(devices: int) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("skipped", ["first", "all"])
-def test_parts_without_a_loss(devices: int, skipped: str) -> None:
+def test_parts_without_a_loss(devices, skipped):
     """A part whose ``training_step`` returns None has no gradients, and counts as Lightning counts such a batch."""
 
     class Skips(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             is_first = bool(batch[0, 0] == samples(12)[0, 0])
             return None if skipped == "all" or is_first else self.loss(batch)
 
@@ -173,7 +164,7 @@ class OwnMapping(collections.UserDict[str, Any]):
     """A mapping that is no dict, as those of data libraries are."""
 
 
-CUTTABLE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+CUTTABLE = {
     "dict": (lambda x: {"x": x, "y": x[:, 0]}, lambda batch: batch["x"] + 0 * batch["y"][:, None]),
     "mapping": (lambda x: OwnMapping(x=x), lambda batch: batch["x"]),
     "namedtuple": (lambda x: Pair(x, x), lambda batch: batch.x + 0 * batch.y),
@@ -185,7 +176,7 @@ CUTTABLE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 @DEVICES
 @pytest.mark.parametrize("kind", CUTTABLE)
-def test_what_may_be_cut(devices: int, kind: str) -> None:
+def test_what_may_be_cut(devices, kind):
     """Collections of tensors with the same first dimension; parts are of the same type."""
     wrap, read = CUTTABLE[kind]
     plain = train(PLAIN, lambda: Net(read), batches([2] * 6, wrap), accumulate_grad_batches=3)
@@ -197,11 +188,11 @@ def test_what_may_be_cut(devices: int, kind: str) -> None:
 class Graphs:
     """A batch of the user's own class."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x):
         self.x = x
 
 
-UNCUT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+UNCUT = {
     "entries disagree": (lambda x: {"x": x, "patches": x[:5]}, lambda batch: batch["x"]),
     "a class": (Graphs, lambda batch: batch.x),
     "a list of samples": (list, torch.stack),
@@ -211,7 +202,7 @@ UNCUT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 @DEVICES
 @pytest.mark.parametrize("kind", UNCUT)
-def test_uncut_batches_of_any_type(devices: int, kind: str) -> None:
+def test_uncut_batches_of_any_type(devices, kind):
     """What cannot be cut trains as it is."""
     wrap, read = UNCUT[kind]
     runs = [train(d, lambda: Net(read), batches([6] * 5, wrap), accumulate_grad_batches=2) for d in (PLAIN, devices)]
@@ -220,26 +211,22 @@ def test_uncut_batches_of_any_type(devices: int, kind: str) -> None:
 
 # ------------------------------------------------------------------------------------- microbatches that a loader gives
 
-ELEMENTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+ELEMENTS = {
     "strings": (lambda x: [str(row.tolist()) for row in x], lambda part: torch.tensor([eval(row) for row in part])),
     "a class": (Graphs, lambda part: part.x),
 }
 
 
-def collate(rows: list[Tensor], element: Callable[[Tensor], Any], size: int) -> Any:
-    return Microbatches([element(part) for part in torch.stack(rows).split(size)])
-
-
 @DEVICES
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("kind", ELEMENTS)
-def test_microbatches_from_collate(devices: int, kind: str, window: int) -> None:
+def test_microbatches_from_collate(devices, kind, window):
     """Elements of a ``Microbatches`` are the microbatches, whatever they are; hooks see the list."""
     element, read = ELEMENTS[kind]
     read_double = lambda part: read(part).double()  # noqa: E731
     plain = train(PLAIN, lambda: Net(read_double), batches([2] * 12, element), accumulate_grad_batches=3 * window)
-    function = functools.partial(collate, element=element, size=2)
-    loader = lambda: DataLoader(list(samples(24)), batch_size=6, collate_fn=function)  # type: ignore[arg-type] # noqa: E731
+    function = lambda rows: Microbatches([element(part) for part in torch.stack(rows).split(2)])  # noqa: E731
+    loader = lambda: DataLoader(list(samples(24)), batch_size=6, collate_fn=function)  # noqa: E731
     given = train(devices, lambda: Net(read_double), loader, accumulate_grad_batches=window)
     assert_equal(weights(plain), weights(given), "weights", rtol=1e-5)
     ends = given.of("on_train_batch_end")
@@ -250,25 +237,20 @@ def test_microbatches_from_collate(devices: int, kind: str, window: int) -> None
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
-class Tokens(pl.LightningModule):
+class Tokens(Learner, optimizer=torch.optim.AdamW, lr=0.01):
     """A language model's loss: a mean over the labels that are not -100."""
 
-    def __init__(self, several: int = 1) -> None:
+    def __init__(self, several=1):
         super().__init__()
         self.net = nn.Sequential(nn.Embedding(VOCABULARY, 6), Block(), Block(), nn.Linear(6, VOCABULARY)).double()
         self.several = several
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch):
         logits = self.net(batch["ids"]).flatten(0, 1)
-        loss = sum(F.cross_entropy(logits * (i + 1), batch["labels"].flatten()) for i in range(self.several))
-        self.log("loss", loss)
-        return loss  # type: ignore[return-value]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return sum(F.cross_entropy(logits * (i + 1), batch["labels"].flatten()) for i in range(self.several))
 
 
-def tokens(sizes: list[int]) -> Callable[[], Any]:
+def tokens(sizes):
     """Rows of eight tokens, of which the labels of one to eight count."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCABULARY, (sum(sizes), 8), generator=generator)
@@ -280,7 +262,7 @@ def tokens(sizes: list[int]) -> Callable[[], Any]:
 
 @DEVICES
 @pytest.mark.parametrize(("window", "parts", "several"), [(1, 3, 1), (2, None, 1), (2, 3, 2)])
-def test_targets(devices: int, window: int, parts: int | None, several: int) -> None:
+def test_targets(devices, window, parts, several):
     """``"targets"``: a step's loss is the mean over all targets of the window, however it is divided."""
     make = lambda: Tokens(several)  # noqa: E731
     whole = train(PLAIN, make, tokens([6 * window] * 2))
@@ -291,11 +273,11 @@ def test_targets(devices: int, window: int, parts: int | None, several: int) -> 
 
 @DEVICES
 @pytest.mark.parametrize("window", [1, 2])
-def test_sum(devices: int, window: int) -> None:
+def test_sum(devices, window):
     """``"sum"``: losses of parts add up; Lightning divides by the window's size, as always."""
 
     class Summed(Net):
-        def loss(self, x: Tensor) -> Tensor:
+        def loss(self, x):
             return 0.01 * self.net(x).square().sum()
 
     script = {"loader": batches([7, 7, 4, 2]), "accumulate_grad_batches": window}
@@ -309,26 +291,26 @@ def test_sum(devices: int, window: int) -> None:
 class Masked(Net):
     """A mean over the rows that a mask leaves."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         rows = self.net(batch["x"]).square().mean(1)
         return (rows * batch["mask"]).sum() / batch["mask"].sum()
 
 
 class Weighing(Masked):
-    def loss_weight(self, batch: Any) -> Tensor:
+    def loss_weight(self, batch):
         return batch["mask"].sum()
 
 
-def masked(x: Tensor) -> dict[str, Tensor]:
+def masked(x):
     return {"x": x, "mask": (x[:, 0] > -0.5).double() + 0.25}
 
 
 @DEVICES
 @pytest.mark.parametrize(("window", "parts", "way"), [(1, 2, "function"), (2, 2, "method"), (2, None, "method")])
-def test_own_weights(devices: int, way: str, window: int, parts: int | None) -> None:
+def test_own_weights(devices, way, window, parts):
     """A function of the part, or the module's method ``loss_weight``, weighs over the whole window."""
     whole = train(PLAIN, Masked, batches([6 * window] * 2, masked))
-    options: dict[str, Any] = {"num_microbatches": parts}
+    options = {"num_microbatches": parts}
     if way == "function":
         options["loss_weight"] = lambda part: float(part["mask"].sum())
     script = {"loader": batches([6] * 2 * window, masked), "accumulate_grad_batches": window}
@@ -337,9 +319,7 @@ def test_own_weights(devices: int, way: str, window: int, parts: int | None) -> 
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_one_message_where_devices_cannot_overlap(
-    window: int, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_one_message_where_devices_cannot_overlap(window, caplog, recwarn):
     """One microbatch on several devices: one message says what to set. Two say nothing."""
     with caplog.at_level("INFO"):
         train(2, Net, batches([4] * 4), accumulate_grad_batches=window)
@@ -348,7 +328,7 @@ def test_one_message_where_devices_cannot_overlap(
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_batches_of_fewer_samples_than_parts_are_warned_of_once(window: int, recwarn: pytest.WarningsRecorder) -> None:
+def test_batches_of_fewer_samples_than_parts_are_warned_of_once(window, recwarn):
     """The usual loader of large models, with batches of one sample, was not cut, without a word. The last batch of an
     epoch may be short.
     """

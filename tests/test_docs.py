@@ -1,7 +1,5 @@
 """What the documents say about the code is true: options, links, commands, plans, messages. Their Python compiles."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap
@@ -22,7 +20,7 @@ DOCUMENTS = [
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def blocks(path: Path) -> list[tuple[str, int, str]]:
+def blocks(path):
     """The fenced code blocks: language, number of the first line, text."""
     found, language, start, lines = [], None, 0, []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -38,28 +36,25 @@ def blocks(path: Path) -> list[tuple[str, int, str]]:
     return found
 
 
-def prose(path: Path) -> str:
+def prose(path):
     """The document without its code blocks."""
     return re.sub(r"^\s*```.*?^\s*```\s*$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def rows(text: str) -> list[list[str]]:
+def rows(text):
     """The cells of all table rows."""
     lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def anchors(path: Path) -> set[str]:
+def anchors(path):
     """What GitHub lets a link point to: each heading in lower case, without punctuation, with dashes for spaces."""
     headings = re.findall(r"^#+ (.+?)\s*$", prose(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-# -- links, commands, plans, messages ----------------------------------------------------------------------------------
-
-
 @documents
-def test_relative_links_resolve(path: Path) -> None:
+def test_relative_links_resolve(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -71,19 +66,19 @@ def test_relative_links_resolve(path: Path) -> None:
 
 
 @documents
-def test_make_targets_exist(path: Path) -> None:
+def test_make_targets_exist(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for command in re.findall(r"`make ([a-z -]+)", path.read_text()):
         assert set(command.split()) <= targets, f"{path.name}: make {command}"
 
 
 @documents
-def test_plans_parse(path: Path) -> None:
+def test_plans_parse(path):
     for plan in re.findall(r"forward (?:none|\d)(?!.*\.\.\.)[^`\"\n]*", path.read_text()):
         assert str(Plan.parse(plan)) == plan
 
 
-def test_quoted_messages_exist() -> None:
+def test_quoted_messages_exist():
     """The left column under "When it fails" quotes errors that the package raises; … stands for what varies."""
     package = (ROOT / "lightning_roundpipe").rglob("*.py")
     nodes = [node for file in package for node in ast.walk(ast.parse(file.read_text()))]
@@ -95,7 +90,7 @@ def test_quoted_messages_exist() -> None:
         assert any(fragment in string for string in strings), f"no message says {fragment!r}"
 
 
-def test_named_tests_exist() -> None:
+def test_named_tests_exist():
     """`docs/compatibility.md` says of each row which test shows it."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
     for row in rows(page):
@@ -109,17 +104,14 @@ def test_named_tests_exist() -> None:
             assert name in functions, f"{row[0]}: {file} has no {name}"
 
 
-# -- code --------------------------------------------------------------------------------------------------------------
-
-
 @documents
-def test_python_compiles(path: Path) -> None:
+def test_python_compiles(path):
     for language, line, text in blocks(path):
         if language == "python":
             compile("\n" * (line - 1) + text, str(path), "exec")
 
 
-def test_the_tests_that_are_listed_as_slow_exist() -> None:
+def test_the_tests_that_are_listed_as_slow_exist():
     """A renamed test would be fast again."""
     for listed in Path(__file__).with_name("slow_tests.txt").read_text().splitlines():
         file, *_, name = listed.partition("[")[0].split("::")

@@ -1,12 +1,8 @@
 """Validation, test and prediction: what plain Lightning computes, several batches at a time or one alone."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
@@ -15,7 +11,7 @@ import torch
 import zoo
 from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from patience import longer_each_try
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.devices import emulated_work
 
@@ -23,7 +19,7 @@ UNKIND = {"poison": True, "delay_seed": 4}
 MLP = zoo.make_module("mlp").model
 
 
-def strategies(**emulation: Any) -> list[tuple[Any, int]]:
+def strategies(**emulation):
     return [("auto", 1), (ours(emulation={"poison": True} | emulation), 2)]
 
 
@@ -33,35 +29,35 @@ def strategies(**emulation: Any) -> list[tuple[Any, int]]:
 class Generating(zoo.HuggingFace):
     """Generates in both kinds of step, and notes how long the inputs of its first block are: 1, where caches are on."""
 
-    def __init__(self, model: Any, block: str, **options: Any) -> None:
+    def __init__(self, model, block, **options):
         super().__init__(model)
         self.options = {"max_new_tokens": 4} | options
-        self.lengths: list[int] = []
-        self.texts: list[Tensor] = []
+        self.lengths = []
+        self.texts = []
         self.block = block
 
-    def targets(self, batch: Any) -> int:
+    def targets(self, batch):
         return len(batch["labels"])
 
-    def note_lengths(self) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def note_lengths(self):
+        def note(module, args, kwargs):
             hidden = args[0] if args else kwargs["hidden_states"]
             self.lengths.append(hidden.shape[1])
 
         return self.model.get_submodule(self.block).register_forward_pre_hook(note, with_kwargs=True)
 
-    def _text(self, batch: Any) -> Tensor:
+    def _text(self, batch):
         given = {name: batch[name][:3, :6] for name in ("input_ids", "attention_mask")}
-        text: Tensor = self.model.generate(**given, **self.options)
+        text = self.model.generate(**given, **self.options)
         self.texts.append(text)
         return text
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         torch.manual_seed(batch_idx)
         self.log("val/tokens", self._text(batch).float().mean())
         self.log("val/loss", self.loss_and_logits(batch)[0])
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         return self._text(batch)
 
 
@@ -72,7 +68,7 @@ SAMPLE = {"do_sample": True, "top_k": 20, "temperature": 2.0}
 @pytest.mark.parametrize(
     ("name", "options"), [pytest.param("llama", SAMPLE, id="llama sampling"), pytest.param("t5", BEAM, id="t5 beam")]
 )
-def test_generate(name: str, options: Any) -> None:
+def test_generate(name, options):
     block = {"llama": "model.layers.0", "t5": "decoder.block.0"}[name]
     module, batches, found = Generating(zoo.make_module(name).model, block, **options), zoo.make_batches(name, 2), []
     for strategy, devices in strategies(**({"delay_seed": 2} if "num_beams" in options else {})):
@@ -95,7 +91,7 @@ def test_generate(name: str, options: Any) -> None:
 # -------------------------------------------------------------------------------------------------------------- uploads
 
 
-def validate(strategy: Any, module: pl.LightningModule, batches: Any, devices: int = 1) -> Any:
+def validate(strategy, module, batches, devices=1):
     with quiet():
         return trainer_of(strategy, devices=devices).validate(module, loader(batches), verbose=False)
 
@@ -103,7 +99,7 @@ def validate(strategy: Any, module: pl.LightningModule, batches: Any, devices: i
 class Averaging(zoo.PlainClassifier):
     """Computes with other weights too, as an average of them would be put in place and taken out again."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("first", self.loss_and_logits(batch)[0])
         time.sleep(0.05)  # what is on its way arrives
         for parameter in self.parameters():
@@ -124,11 +120,11 @@ class Busy(nn.Module):
     times = 1.0
     """How much longer each takes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with Busy.lock:
             Busy.running += 1
             Busy.most = max(Busy.most, Busy.running)
@@ -139,22 +135,22 @@ class Busy(nn.Module):
 
 
 class Chain(pl.LightningModule):
-    def __init__(self, layers: int = 6) -> None:
+    def __init__(self, layers=6):
         super().__init__()
         self.layers = nn.Sequential(*[Busy() for _ in range(layers)])
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("mean", self.layers(batch).mean())
 
 
 @pytest.fixture
-def busy() -> Iterator[type[Busy]]:
+def busy():
     yield Busy
     Busy.times = 1.0
 
 
 @longer_each_try
-def test_all_devices_are_busy(busy: type[Busy], times: float) -> None:
+def test_all_devices_are_busy(busy, times):
     Busy.most, Busy.times = 0, times
     validate(ours(layers=[Busy]), Chain(), list(torch.randn(16, 2, 4)), 3)
     assert Busy.most == 3
@@ -165,7 +161,7 @@ class Counts(Chain):
 
     running = most = 0
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         Counts.running += 1
         Counts.most = max(Counts.most, Counts.running)
         super().validation_step(batch, batch_idx)
@@ -176,7 +172,7 @@ class Counts(Chain):
     ("options", "devices", "most"),
     [({"overlap": False}, 3, 1), ({"evaluation_batches": 1}, 1, 1), ({"evaluation_batches": 2}, 1, 2)],
 )
-def test_as_many_batches_at_once_as_the_options_say(options: Any, devices: int, most: int) -> None:
+def test_as_many_batches_at_once_as_the_options_say(options, devices, most):
     module, batches, Counts.most = Counts(2), list(torch.randn(6, 2, 4)), 0
     found = validate(ours(layers=[Busy], **options), module, batches, devices)
     assert Counts.most == most
@@ -186,21 +182,21 @@ def test_as_many_batches_at_once_as_the_options_say(options: Any, devices: int, 
 class Unlike(zoo.HuggingFace):
     """Does something else in its fourth batch, which runs beside others then."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         super().__init__(zoo.make_module("llama").model)
         self.what = what
 
-    def targets(self, batch: Any) -> int:
+    def targets(self, batch):
         return len(batch["labels"])
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         if batch_idx == 3:
             self.log("other", self._other(batch))
         self.log("loss", self.loss_and_logits(batch)[0], on_step=True, on_epoch=True)
         if batch_idx == 4:
             self.log("another", self._other(batch))
 
-    def _other(self, batch: Any) -> Tensor:
+    def _other(self, batch):
         given = {name: batch[name][:3, :6] for name in ("input_ids", "attention_mask")}
         if self.what == "generate":
             return self.model.generate(**given, max_new_tokens=3).float().mean()
@@ -215,7 +211,7 @@ class Unlike(zoo.HuggingFace):
 
 
 @pytest.mark.parametrize("what", ["generate", "writes", "a call"])
-def test_batches_that_make_other_calls(what: str) -> None:
+def test_batches_that_make_other_calls(what):
     found = []
     for strategy, count in (("auto", 1), (ours(emulation=UNKIND), 3)):
         trainer = trainer_of(strategy, devices=count, inference_mode=False)
@@ -227,7 +223,7 @@ def test_batches_that_make_other_calls(what: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ one alone
 
 
-def test_weights_that_a_validation_step_puts_back_are_trained_on() -> None:
+def test_weights_that_a_validation_step_puts_back_are_trained_on():
     """Halving and doubling leave every bit; but a working copy of the halved ones would stay."""
     states = []
     for kind in (zoo.PlainClassifier, Averaging):

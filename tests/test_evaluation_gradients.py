@@ -1,16 +1,12 @@
 """Gradients in validation, test and predict steps: forces, sampling, test-time adaptation, as in plain Lightning."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
 from harness import assert_same, ours, run
-from torch import Tensor, nn
 
 MLP = zoo.make_module("mlp").model
 LAYERS = ["Linear", "ResidualBlock"]
@@ -20,21 +16,21 @@ WITH_GRAPHS = {"inference_mode": False}
 class Validated(zoo.PlainClassifier):
     """Logs what ``validate`` makes of a batch."""
 
-    def __init__(self, model: nn.Module = MLP) -> None:
+    def __init__(self, model=MLP):
         super().__init__(copy.deepcopy(model))
 
-    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         for name, value in self.validate(batch).items():
             self.log(f"val/{name}", value)
 
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
+    def validate(self, batch):
         raise NotImplementedError
 
 
 class Sampling(Validated):
     """Some steps uphill, with calls without gradients before and after."""
 
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
+    def validate(self, batch):
         x, before = batch["x"].clone(), self.model(batch["x"]).square().mean()
         for _ in range(3):
             with torch.enable_grad():
@@ -47,7 +43,7 @@ class Sampling(Validated):
 class Adapting(Validated):
     """Trains on what it validates, and asks what became of it."""
 
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
+    def validate(self, batch):
         optimizer = torch.optim.SGD(self.model.blocks.parameters(), 0.5)
         with torch.enable_grad():
             entropy = torch.distributions.Categorical(logits=self.model(batch["x"])).entropy().mean()
@@ -60,7 +56,7 @@ class Adapting(Validated):
 class Importance(Validated):
     """Leaves gradients behind."""
 
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
+    def validate(self, batch):
         self.zero_grad()
         with torch.enable_grad():
             F.cross_entropy(self.model(batch["x"]), batch["y"]).backward()
@@ -70,7 +66,7 @@ class Importance(Validated):
 class FieldOf(zoo.MLP):
     """Returns the slope of what its blocks give, which its own forward takes; it trains on the plain output."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             return super().forward(x)
         with torch.enable_grad():
@@ -80,10 +76,10 @@ class FieldOf(zoo.MLP):
 
 
 class Within(Validated):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(FieldOf())
 
-    def validate(self, batch: zoo.Batch) -> dict[str, Tensor]:
+    def validate(self, batch):
         return {"slope": self.model(batch["x"]).norm()}
 
 
@@ -91,8 +87,8 @@ KINDS = [Sampling, Adapting, Importance, Within]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_in_validation(kind: type[Validated]) -> None:
+def test_gradients_in_validation(kind):
     module, batches = kind(), zoo.make_batches("mlp", 4)
-    more: dict[str, Any] = {"val_batches": zoo.make_batches("mlp", 2, seed=5), "val_check_interval": 2, **WITH_GRAPHS}
+    more = {"val_batches": zoo.make_batches("mlp", 2, seed=5), "val_check_interval": 2, **WITH_GRAPHS}
     plain = run("auto", module, batches, **more)
     assert_same(plain, run(ours(num_microbatches=2, layers=LAYERS), module, batches, devices=2, **more))

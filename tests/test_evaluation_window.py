@@ -1,10 +1,5 @@
 """Evaluation that looks ahead: validate, test and predict do what they do under plain Lightning."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 import torchmetrics
@@ -22,13 +17,13 @@ class Evaluated(Net):
 
     fails_at = -1
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(norm=True)
         self.metric = torchmetrics.MeanMetric()
         self.order = torchmetrics.CatMetric()
         self.index, self.seen = -1, 0
 
-    def _evaluate(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def _evaluate(self, batch, batch_idx, dataloader_idx=0):
         self.index = batch_idx
         self.seen += 1
         if batch_idx == self.fails_at:
@@ -42,19 +37,19 @@ class Evaluated(Net):
         self.log(f"most of {dataloader_idx}", loss, reduce_fx="max", add_dataloader_idx=False)
         return {"loss": loss, "index": batch_idx, "loader": dataloader_idx, "rows": batch[0]}
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
         self.index = batch_idx
         if batch_idx == self.fails_at:
             raise ZeroDivisionError
         return {"scores": self(batch[0]), "index": batch_idx, "loader": dataloader_idx}
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         return self._evaluate(batch, batch_idx, dataloader_idx)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
         return self._evaluate(batch, batch_idx, dataloader_idx)
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         self.calls.append(("order", self.order.compute()))
         self.log("at the end", self.order.compute().mean())
         self.order.reset()
@@ -66,32 +61,24 @@ class Fails(Evaluated):
     fails_at = 3
 
 
-def several() -> Any:
+def several():
     """Loaders of different lengths, one of them a stream."""
     return [loader(11, batch_size=2), DataLoader(Stream(7), batch_size=3), loader(1)]
 
 
-def one() -> Any:
+def one():
     return loader(13, batch_size=2)
 
 
-def training() -> Any:
+def training():
     return loader(26, batch_size=2)
 
 
-def stream() -> Any:
+def stream():
     return DataLoader(Stream(9), batch_size=2)
 
 
-def evaluate(
-    devices: int,
-    kind: str,
-    loaders: Any,
-    make: Any = Evaluated,
-    error: Any = None,
-    overlap: bool = True,
-    **options: Any,
-) -> Any:
+def evaluate(devices, kind, loaders, make=Evaluated, error=None, overlap=True, **options):
     """Evaluate twice with one trainer; what hooks have found, what was logged and returned."""
     torch.manual_seed(1)
     module, memory = make(), MemoryLogger()
@@ -100,7 +87,7 @@ def evaluate(
     options = {"callbacks": [Recorder(module.calls)], "logger": memory} | options
     trainer = trainer_of(strategy, devices=max(devices, 1), **options)
     given = {} if kind == "predict" else {"verbose": False}
-    returned: list[Any] = []
+    returned = []
     with quiet():
         if error is not None:
             with pytest.raises(error):
@@ -114,7 +101,7 @@ def evaluate(
 @DEVICES
 @pytest.mark.parametrize("loaders", [stream, several])
 @KINDS
-def test_evaluation(devices: int, kind: str, loaders: Any) -> None:
+def test_evaluation(devices, kind, loaders):
     """Hooks in order, with what each batch's step has left; logs; outputs and predictions in order."""
     plain = evaluate(PLAIN, kind, loaders)
     assert_equal(plain, evaluate(devices, kind, loaders))
@@ -124,7 +111,7 @@ def test_evaluation(devices: int, kind: str, loaders: Any) -> None:
 @DEVICES
 @pytest.mark.parametrize("limit", [2])
 @KINDS
-def test_limited(devices: int, kind: str, limit: int) -> None:
+def test_limited(devices, kind, limit):
     """No more batches are evaluated than Lightning asks for."""
     options = {f"limit_{'val' if kind == 'validate' else kind}_batches": limit}
     assert_equal(evaluate(PLAIN, kind, several, **options)[:3], evaluate(devices, kind, several, **options)[:3])
@@ -132,7 +119,7 @@ def test_limited(devices: int, kind: str, limit: int) -> None:
 
 @DEVICES
 @KINDS
-def test_exception_in_a_later_batch(devices: int, kind: str) -> None:
+def test_exception_in_a_later_batch(devices, kind):
     """It is raised when Lightning comes to that batch; all before it is as always."""
     plain, other = (evaluate(d, kind, one, make=Fails, error=ZeroDivisionError) for d in (PLAIN, devices))
     assert_equal(plain, other)
@@ -140,7 +127,7 @@ def test_exception_in_a_later_batch(devices: int, kind: str) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("interval", [6])
-def test_evaluation_inside_fit(devices: int, interval: int) -> None:
+def test_evaluation_inside_fit(devices, interval):
     """Validation finds the weights and running averages of its place in training, and leaves the module as it was."""
     script = {
         "make": Evaluated,
@@ -151,7 +138,7 @@ def test_evaluation_inside_fit(devices: int, interval: int) -> None:
         "val_check_interval": interval,
         "num_sanity_val_steps": 1,
     }
-    plain, other = train(PLAIN, **script), train(devices, **script)  # type: ignore[arg-type]
+    plain, other = train(PLAIN, **script), train(devices, **script)
     assert_equal(plain.calls, other.calls, "calls")
     assert_equal(plain.lines, other.lines, "logged")
     assert_equal(plain.final, other.final, "final")
@@ -162,19 +149,19 @@ class Reading(Stream):
 
     furthest = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for i, item in enumerate(rows(40)):
             Reading.furthest = max(Reading.furthest, i + 1)
             yield item
 
 
 @DEVICES
-def test_looking_ahead_is_bounded(devices: int) -> None:
+def test_looking_ahead_is_bounded(devices):
     """A few batches for each device are read before Lightning asks for them, of a long stream, too."""
-    ahead: list[int] = []
+    ahead = []
 
     class Watches(Evaluated):
-        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
             ahead.append(Reading.furthest - batch_idx)
 
     Reading.furthest = 0
@@ -188,18 +175,18 @@ class Told(Evaluated):
 
     factor = 1.0
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
         self.factor *= 1 + batch_idx
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
         self.factor /= 2 + batch_idx
 
-    def loss(self, batch: Any) -> Any:
+    def loss(self, batch):
         return super().loss(batch) * self.factor
 
 
 @DEVICES
-def test_steps_that_depend_on_hooks_between_batches(devices: int) -> None:
+def test_steps_that_depend_on_hooks_between_batches(devices):
     """``overlap=False`` runs a batch between its hooks."""
     plain, other = (evaluate(d, "validate", several, make=Told, overlap=False) for d in (PLAIN, devices))
     assert_equal(plain, other)

@@ -1,7 +1,5 @@
 """The examples run as a user runs them, and print what they promise. `plain_lightning.py` is in `test_configs.py`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import quiet
@@ -19,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 
-def printed(name: str, folder: Path) -> str:
+def printed(name, folder):
     """What the example says on standard output."""
     command = [sys.executable, FOLDER / f"{name}.py"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=6 * PATIENCE_S, check=True, cwd=folder)
@@ -28,7 +25,7 @@ def printed(name: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_it_says_what_it_shows(file: Path) -> None:
+def test_it_says_what_it_shows(file):
     docstring = ast.get_docstring(ast.parse(file.read_text()))
     assert docstring
     assert f"python examples/{file.name}" in docstring
@@ -37,7 +34,7 @@ def test_it_says_what_it_shows(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_classification(tmp_path: Path) -> None:
+def test_classification(tmp_path):
     said = printed("bert_classification", tmp_path)
     epochs = [float(accuracy) for accuracy in re.findall(r"^epoch \d: accuracy (.*)$", said, re.MULTILINE)]
     assert len(epochs) == 5
@@ -47,7 +44,7 @@ def test_classification(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_vision(tmp_path: Path) -> None:
+def test_vision(tmp_path):
     said = printed("vision_transformer", tmp_path)
     [(before, after)] = re.findall(r"^accuracy before (.*), after (.*)$", said, re.MULTILINE)
     assert float(before) < 0.5 and float(after) > 0.8
@@ -59,7 +56,7 @@ def test_vision(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_lora(tmp_path: Path) -> None:
+def test_lora(tmp_path):
     said = printed("lora_chat", tmp_path)
     [(before, after)] = re.findall(r"^loss on the answers: (.*) before, (.*) after$", said, re.MULTILINE)
     assert float(before) > 4 and float(after) < 0.2
@@ -71,7 +68,7 @@ def test_lora(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_preferences(tmp_path: Path) -> None:
+def test_preferences(tmp_path):
     said = printed("preference_dpo", tmp_path)
     found = re.findall(r"^(\w+): the better list gains in (.*) % of pairs, margin (.*)$", said, re.MULTILINE)
     assert [when for when, _, _ in found] == ["before", "after"]
@@ -82,7 +79,7 @@ def test_preferences(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_long_sequence(tmp_path: Path) -> None:
+def test_long_sequence(tmp_path):
     said = printed("long_sequence", tmp_path)
     [limit] = re.findall(r"^65,536 tokens in one sequence, device memory (.*)MiB$", said, re.MULTILINE)
     [plain] = re.findall(r"^plain Lightning +(.*) MiB", said, re.MULTILINE)
@@ -92,14 +89,12 @@ def test_long_sequence(tmp_path: Path) -> None:
     assert "losses of all steps equal those of plain Lightning: yes" in said
 
 
-def test_the_notebook_shows_equal_losses_the_plan_and_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_notebook_shows_equal_losses_the_plan_and_the_step(tmp_path, monkeypatch, capsys):
     """Its cells run in order in one namespace, as Jupyter runs them."""
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((FOLDER / "quickstart.ipynb").read_text())
     assert "## `quickstart.ipynb`" in (FOLDER / "README.md").read_text()
-    found: dict[str, Any] = {"__name__": "__main__"}
+    found = {"__name__": "__main__"}
     with warnings.catch_warnings(), quiet():
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":

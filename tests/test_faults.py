@@ -4,12 +4,8 @@ Each fault is planted with `faulty.fail`, which looks at all of that, and trains
 cut at every call only the last layer is fused, so the others run twice in a microbatch: forward, and recomputation.
 """
 
-from __future__ import annotations
-
 import copy
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import faulty
 import harness
@@ -24,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 @pytest.fixture(autouse=True)
-def _cleared() -> Iterator[None]:
+def _cleared():
     PLANTED.clear()
     yield
     PLANTED.clear()
@@ -51,7 +47,7 @@ faults = settings.get_profile("faults")
 
 
 @st.composite
-def planted(draw: st.DrawFn) -> dict[str, Any]:
+def planted(draw):
     """Arguments of `fail`."""
     microbatches = draw(st.integers(1, 4))
     round_ = draw(st.integers(1, microbatches))
@@ -68,7 +64,7 @@ def planted(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def check(batch: int, where: str, sample: int, time: int, num_microbatches: int, **options: Any) -> None:
+def check(batch, where, sample, time, num_microbatches, **options):
     again = where.endswith(("0", "backward"))
     # In the first batch, and without a plan in the second one too, a layer is run once more to see if that differs.
     last_probe = 1 if num_microbatches == 1 and options["plan"] is None else 0
@@ -96,15 +92,15 @@ def check(batch: int, where: str, sample: int, time: int, num_microbatches: int,
 @pytest.mark.timeout(300)
 @settings(faults, max_examples=6, derandomize=True, database=None)
 @given(drawn=planted())
-def test_an_exception_anywhere(drawn: dict[str, Any]) -> None:
+def test_an_exception_anywhere(drawn):
     check(**drawn)
 
 
-def test_user_code_may_catch_it() -> None:
+def test_user_code_may_catch_it():
     """As those do who skip a batch that is too large: with one microbatch, since a batch is skipped as a whole."""
 
     class Catching(FaultyModule):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             try:
                 return super().training_step(batch, batch_idx)
             except Boom:
@@ -124,7 +120,7 @@ def test_user_code_may_catch_it() -> None:
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit])
-def test_exceptions_that_could_be_taken_for_something_else(error: type[BaseException]) -> None:
+def test_exceptions_that_could_be_taken_for_something_else(error):
     """Python gives some of these a meaning of their own in loops, generators and threads."""
     plant = faulty.PlantAt(2, "block 1", 2, 0, error)
     module = copy.deepcopy(MODULE)
@@ -141,7 +137,7 @@ def test_exceptions_that_could_be_taken_for_something_else(error: type[BaseExcep
 # ---------------------------------------------------------------------------------------------- outside of the pipeline
 
 
-def test_in_the_optimizer() -> None:
+def test_in_the_optimizer():
     fail(1, "optimizer")
 
 
@@ -150,7 +146,7 @@ HOOKS += ["on_validation_batch_end", "on_train_epoch_end", "teardown"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_in_a_callback(hook: str) -> None:
+def test_in_a_callback(hook):
     callback = type("Falls", (pl.Callback,), {hook: lambda *_, **__: PLANTED(hook)})()
     validation = {"val_dataloaders": harness.loader(BATCHES[:2])} if "validation" in hook else {}
     batch = 2 if "batch" in hook or "before" in hook or "after" in hook else None
@@ -162,7 +158,7 @@ def test_in_a_callback(hook: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "time"), [("validation_step", 1), ("block 2", 0)])
-def test_in_validation(where: str, time: int) -> None:
+def test_in_validation(where, time):
     """Before training, where it is the sanity check that fails."""
     trainer = {"val_dataloaders": harness.loader(BATCHES[:2]), "num_sanity_val_steps": 2}
     error = fail(None, where, None, time, again=where == "block 2", trainer=trainer)
@@ -173,19 +169,19 @@ def test_in_validation(where: str, time: int) -> None:
 class Rows(Dataset[dict[str, Tensor]]):
     """Batches; one of them raises."""
 
-    def __init__(self, falls: int) -> None:
+    def __init__(self, falls):
         self.falls = falls
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         if index == self.falls:
             raise Boom("planted")
         return BATCHES[index % 4]
 
 
-def test_in_a_data_loader_process() -> None:
+def test_in_a_data_loader_process():
     module = copy.deepcopy(MODULE)
     with pytest.raises(Boom, match="planted"):
         harness.trainer_of(faulty.strategy(), devices=2).fit(
@@ -194,7 +190,7 @@ def test_in_a_data_loader_process() -> None:
     faulty.assert_nothing_left(module)
 
 
-def test_an_engine_that_cannot_be_made() -> None:
+def test_an_engine_that_cannot_be_made():
     """Nothing of it stays: the devices are there already, threads possibly as well."""
     module = copy.deepcopy(MODULE)
     for options in ({"emulation": {"memory": 1000}}, {"layers": ["Nothing"]}):

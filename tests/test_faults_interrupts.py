@@ -4,8 +4,6 @@ The signal is sent at random moments, which shows what timing can do, and, so th
 main thread comes to a given line of the package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -17,13 +15,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import faulty
 import harness
-import lightning.pytorch as pl
 import pytest
 from faulty import BATCHES, MODULE, PLANTED
 
@@ -34,7 +29,7 @@ VALIDATION = harness.loader(BATCHES[:1])
 
 
 @pytest.fixture(autouse=True)
-def _handler_restored() -> Iterator[None]:
+def _handler_restored():
     """What runs in the background is started with interrupts ignored, and Python then leaves it at that."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -50,15 +45,15 @@ class Interrupted:
         ended: whether it ended the training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sent = 0.0
         self.ended = False
 
-    def send(self) -> None:
+    def send(self):
         self.sent = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
 
-    def run(self, sending: Callable[[Interrupted], contextlib.AbstractContextManager[Any]]) -> pl.Trainer:
+    def run(self, sending):
         """Train while ``sending`` sends, and look at what is left; the trainer."""
         handler, child = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
         module = copy.deepcopy(MODULE)
@@ -81,7 +76,7 @@ class Interrupted:
         return trainer
 
 
-def trains_again(trainer: pl.Trainer) -> None:
+def trains_again(trainer):
     """With the same strategy, from the start; Lightning's loops would go on from where they were interrupted."""
     trainer.fit_loop = type(trainer.fit_loop)(trainer, max_epochs=1)
     module = copy.deepcopy(MODULE)
@@ -94,12 +89,12 @@ def trains_again(trainer: pl.Trainer) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(run: Interrupted) -> Iterator[None]:
+def undisturbed(run):
     yield
 
 
 @contextlib.contextmanager
-def after(seconds: float, run: Interrupted) -> Iterator[None]:
+def after(seconds, run):
     timer = threading.Timer(seconds, run.send)
     timer.start()
     try:
@@ -109,7 +104,7 @@ def after(seconds: float, run: Interrupted) -> Iterator[None]:
         timer.join()
 
 
-def at_random_times(wanted: int, seed: int) -> None:
+def at_random_times(wanted, seed):
     """Until ``wanted`` signals have ended a training. How long one takes changes with what else the machine does."""
     draw = random.Random(seed)
     whole = 0.0
@@ -139,15 +134,12 @@ def at_random_times(wanted: int, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_at_random_times() -> None:
+def test_at_random_times():
     at_random_times(12, seed=1)
 
 
 # ------------------------------------------------------------------------------------------- at any line of the package
 
-
-Site = tuple[str, str, int]
-"""A line of the package: file, function, number."""
 
 WORKING = {
     "strategy.py": ("_start_engine", "_stop_engine"),
@@ -175,25 +167,25 @@ class Lines:
         at: the line, and how many times it is passed before.
     """
 
-    def __init__(self, run: Interrupted, at: tuple[Site, int] | None = None) -> None:
-        self.seen: Counter[Site] = Counter()
+    def __init__(self, run, at=None):
+        self.seen = Counter()
         self._run, self._at = run, at
 
-    def __enter__(self) -> Lines:
+    def __enter__(self):
         self._before = sys.gettrace()
         sys.settrace(self._call)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         sys.settrace(self._before)
 
-    def _call(self, frame: Any, event: str, arg: Any) -> Any:
+    def _call(self, frame, event, arg):
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE) or (self._at and self._at[0][1] != code.co_name):
             return None
         return self._line
 
-    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+    def _line(self, frame, event, arg):
         if event != "line" and frame.f_code.co_flags & inspect.CO_GENERATOR:
             return self._line  # it may be thrown away half-way, as by any(): what is raised there Python only prints
         site = (Path(frame.f_code.co_filename).name, frame.f_code.co_name, frame.f_lineno)
@@ -203,7 +195,7 @@ class Lines:
         return self._line
 
 
-def working() -> list[Site]:
+def working():
     """A line of each function that must not be left in the middle."""
     draw = random.Random(0)
     functions = [(file, name) for file, names in WORKING.items() for name in names]
@@ -211,11 +203,11 @@ def working() -> list[Site]:
 
 
 @functools.cache
-def sites() -> dict[Site, int]:
+def sites():
     """All lines of undisturbed runs, and how often they were passed: in each, or only a busy machine comes there."""
-    counted: list[Lines] = []
+    counted = []
 
-    def counting(run: Interrupted) -> Lines:
+    def counting(run):
         counted.append(Lines(run))
         return counted[-1]
 
@@ -225,7 +217,7 @@ def sites() -> dict[Site, int]:
     return dict(one & two)
 
 
-def at_lines(chosen: Sequence[Site], seed: int) -> None:
+def at_lines(chosen, seed):
     """A line that is passed while somebody waits is passed more or less often: then at an earlier time."""
     draw = random.Random(seed)
     sent = 0
@@ -233,7 +225,7 @@ def at_lines(chosen: Sequence[Site], seed: int) -> None:
         passed, run = sites()[site], Interrupted()
         while passed and not run.sent:
             passed = draw.randrange(passed)
-            trainer = run.run(lambda run, at=(site, passed): Lines(run, at))  # type: ignore[misc]
+            trainer = run.run(lambda run, at=(site, passed): Lines(run, at))
             assert run.ended or not run.sent, f"{site}: nothing ended"
         sent += bool(run.sent)
         if number % 8 == 0:
@@ -244,5 +236,5 @@ def at_lines(chosen: Sequence[Site], seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_wherever_the_engine_works_and_elsewhere() -> None:
+def test_wherever_the_engine_works_and_elsewhere():
     at_lines([*working(), *random.Random(1).sample(sorted(sites()), 24)], seed=1)

@@ -4,13 +4,9 @@ Emulated devices count what they hold; a device that gets smaller when a batch s
 comes next. What only CUDA reports (a backward, a copy's target) is raised by hand, as torch raises it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import faulty
 import harness
@@ -26,7 +22,7 @@ REMEDY = "Use smaller microbatches (half the batch size, or twice num_microbatch
 
 
 @pytest.fixture(autouse=True)
-def _cleared() -> Iterator[None]:
+def _cleared():
     PLANTED.clear()
     yield
     PLANTED.clear()
@@ -35,20 +31,20 @@ def _cleared() -> Iterator[None]:
 class Shrink(pl.Callback):
     """From batch ``batch`` on, devices have room for only ``room`` bytes more than what they hold when it starts."""
 
-    def __init__(self, batch: int, room: int) -> None:
+    def __init__(self, batch, room):
         self.batch, self.room = batch, room
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.batch:
             self.batch = -1
             for device in trainer.strategy._engine.context.pool.devices:
                 device._ledger.limit = device.resident_bytes() + self.room
 
 
-def run_out(trainer: pl.Trainer, error: type[BaseException]) -> BaseException | None:
+def run_out(trainer, error):
     """Train until there is no more room, and look at what is left."""
     module = copy.deepcopy(MODULE)
-    caught: BaseException | None = None
+    caught = None
     with faulty.devices_made() as made, faulty.no_collector():
         try:
             with harness.quiet():
@@ -60,7 +56,7 @@ def run_out(trainer: pl.Trainer, error: type[BaseException]) -> BaseException | 
     return caught
 
 
-def forget_frames(error: BaseException | None) -> None:
+def forget_frames(error):
     """Of an error and all that it came from: they hold their tensors for as long as somebody holds the error."""
     if error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
@@ -68,7 +64,7 @@ def forget_frames(error: BaseException | None) -> None:
         forget_frames(error.__context__)
 
 
-def trains_again(trainer: pl.Trainer) -> None:
+def trains_again(trainer):
     module = copy.deepcopy(MODULE)
     with harness.quiet():
         trainer.fit(module, harness.loader(BATCHES))
@@ -76,9 +72,9 @@ def trains_again(trainer: pl.Trainer) -> None:
 
 
 @pytest.mark.slow
-def test_a_device_that_is_too_small() -> None:
+def test_a_device_that_is_too_small():
     """Whatever the room is, it is enough or there is an error; and with more and more of it, that comes later."""
-    seen: list[str] = []
+    seen = []
     for room in itertools.count(0, 176):
         trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(2, room)])
         error = run_out(trainer, DeviceOutOfMemory)
@@ -108,7 +104,7 @@ def test_a_device_that_is_too_small() -> None:
     [("block 1", 3, 0, "forward"), ("block 1", 3, 1, "recomputation"), ("block 1 backward", 3, 0, "backward")],
 )
 @pytest.mark.parametrize("batch", [2])
-def test_as_torch_reports_it(batch: int, where: str, sample: int, time: int, phase: str) -> None:
+def test_as_torch_reports_it(batch, where, sample, time, phase):
     """torch says only what it wanted: what the device held, and what helps, is in a second note."""
     error = fail(batch, where, sample, time, torch.OutOfMemoryError, again=phase == "backward")
     assert type(error) is torch.OutOfMemoryError
@@ -119,12 +115,12 @@ def test_as_torch_reports_it(batch: int, where: str, sample: int, time: int, pha
 
 
 @pytest.mark.parametrize("number", [0, 20])
-def test_a_copy_that_fails(number: int) -> None:
+def test_a_copy_that_fails(number):
     """Of weights, boundaries or gradients: a stream has failed, and whoever needs what it should bring says so."""
     copies = itertools.count(-number)
     real = emulated_link.move
 
-    def move(*args: Any) -> None:
+    def move(*args):
         if PLANTED.where == "armed" and next(copies) == 0:
             PLANTED("armed")
         real(*args)
@@ -143,7 +139,7 @@ def test_a_copy_that_fails(number: int) -> None:
         trains_again(trainer)
 
 
-def test_a_full_device_is_named_in_a_validation_that_is_its_kinds_first() -> None:
+def test_a_full_device_is_named_in_a_validation_that_is_its_kinds_first():
     """The failing call has times, and is none of those that the batch had made: looking it up hid the error."""
     module, batches = zoo.make_module("mlp"), harness.loader(zoo.make_batches("mlp", 1, samples=600))
     trainer = harness.trainer_of(harness.ours(emulation={"memory": "200KB"}))

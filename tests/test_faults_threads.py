@@ -1,45 +1,39 @@
 """A thread that dies or never comes back is reported, with where all threads are, instead of a silent hang."""
 
-from __future__ import annotations
-
 import copy
 import re
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import faulty
 import harness
 import lightning.pytorch as pl
 import pytest
-import torch
 from faulty import BATCHES, MODULE
-from harness import ours
+from harness import Learner, ours
 from patience import PATIENCE_S, longer_each_try, until
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine import pool as engine_pool
-from lightning_roundpipe.threads.task_thread import TaskThread
 
 # ----------------------------------------------------------------------------------------------------------------- dead
 
 
-def end(thread: TaskThread) -> None:
+def end(thread):
     """Make a thread's loop fail, outside of what it was given."""
-    thread._tasks.put("no task")  # type: ignore[arg-type]
+    thread._tasks.put("no task")
 
 
 class End(pl.Callback):
     """Ends one of the engine's threads at the start of batch ``batch`` or a little later; -1: of a validation batch."""
 
-    def __init__(self, which: str, batch: int, after_s: float = 0.0) -> None:
+    def __init__(self, which, batch, after_s=0.0):
         self.which, self.batch, self.after_s = which, batch, after_s
         self.at = 0.0
 
-    def _end(self, engine: Any) -> None:
-        worker_pool: Any = engine.context.pool
+    def _end(self, engine):
+        worker_pool = engine.context.pool
         worker = worker_pool.workers[1]
         own = worker.sender
         thread = own if self.which == "worker" else worker_pool.thread(1)
@@ -49,17 +43,17 @@ class End(pl.Callback):
             threading.Timer(self.after_s, end, [thread]).start()
         self.at = time.monotonic() + self.after_s
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.batch:
             self._end(trainer.strategy._engine)
 
-    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer, *_):
         if self.batch < 0:
             self._end(trainer.strategy._engine)
 
 
 @pytest.mark.parametrize(("which", "batch", "after_s"), [("worker", 2, 0.01), ("microbatch", 2, 0), ("worker", -1, 0)])
-def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> None:
+def test_a_dead_thread_is_reported(which, batch, after_s):
     ended = End(which, batch, after_s)
     trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[ended], num_sanity_val_steps=1)
     module = copy.deepcopy(MODULE)
@@ -90,13 +84,13 @@ class Stuck:
     From then on the watchdog waits no longer than `LIMIT_S`; what is only slow before that is no reason to bark.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.where = ""
-        self.worker_pool: Any = None
+        self.worker_pool = None
         self.release = threading.Event()
         self.reached = threading.Event()
 
-    def __call__(self, where: str) -> None:
+    def __call__(self, where):
         if where == self.where:
             self.where = ""
             self.reached.set()
@@ -105,7 +99,7 @@ class Stuck:
             wait_for_nothing(self.release)
 
 
-def wait_for_nothing(release: threading.Event) -> None:
+def wait_for_nothing(release):
     """Shows in the stacks."""
     release.wait(PATIENCE_S)
 
@@ -115,52 +109,49 @@ STUCK = Stuck()
 
 
 class StuckLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         STUCK("layer")
-        return self.inner(x)  # type: ignore[no-any-return]
+        return self.inner(x)
 
 
-class StuckModule(pl.LightningModule):
-    def __init__(self) -> None:
+class StuckModule(Learner):
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 8), StuckLayer(), nn.Linear(8, 5))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         out = self.net(batch["x"])
         STUCK("user code")
         return nn.functional.cross_entropy(out, batch["y"])
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.net(batch["x"])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class StickAt(pl.Callback):
     """In the third batch; ``where`` is ``"validation"`` for a layer in the first batch of that."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         self.where = where
 
-    def _stick(self, trainer: Any, where: str) -> None:
+    def _stick(self, trainer, where):
         STUCK.where, STUCK.worker_pool, self.where = where, trainer.strategy._engine.context.pool, ""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 2 and self.where != "validation":
             self._stick(trainer, self.where)
 
-    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer, *_):
         if self.where == "validation":
             self._stick(trainer, "layer")
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+def stuck(monkeypatch):
     """Afterwards it is let go, and the thread that was left behind ends."""
     monkeypatch.setattr(engine_pool, "GRACE", 0.2)
     STUCK.release.clear()
@@ -174,10 +165,10 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 class GoOn(pl.Callback):
     """Lightning stops when a step fails; who goes on all the same is told what is wrong."""
 
-    def __init__(self) -> None:
-        self.refused: list[str] = []
+    def __init__(self):
+        self.refused = []
 
-    def on_exception(self, trainer: Any, *_: Any) -> None:
+    def on_exception(self, trainer, *_):
         for step in (trainer.strategy.training_step, trainer.strategy.validation_step):
             with pytest.raises(RoundPipeError) as caught:
                 step(BATCHES[0], 0)
@@ -185,7 +176,7 @@ class GoOn(pl.Callback):
 
 
 @pytest.mark.parametrize("where", ["layer", "validation"])
-def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
+def test_a_stuck_thread_is_reported(where, stuck):
     go_on, module = GoOn(), StuckModule()
     chosen = ours(num_microbatches=3, layers=["Linear", "StuckLayer"], watchdog_timeout=PATIENCE_S)
     trainer = harness.trainer_of(chosen, devices=2, callbacks=[StickAt(where), go_on])
@@ -198,7 +189,7 @@ def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
     assert "Thread 'MainThread'" in said and "Thread 'roundpipe-gradients" in said
     assert len(go_on.refused) == 2 and all("never came back" in text for text in go_on.refused)
 
-    def as_expected() -> bool:
+    def as_expected():
         names = harness.roundpipe_threads()
         return len(names) <= 3 and all("worker" in name or "microbatch" in name for name in names)
 
@@ -209,11 +200,11 @@ def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
 
 
 @longer_each_try
-def test_what_is_slow_is_not_stuck(times: float) -> None:
+def test_what_is_slow_is_not_stuck(times):
     """The watchdog counts from the last thing that happened, not from the start of the step."""
 
     class Slow(StuckLayer):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             time.sleep(0.1 * times)
             return super().forward(x)
 

@@ -1,18 +1,11 @@
 """Models with ``attn_implementation="flex_attention"``, which torch makes for GPUs: on a CPU it has no backward."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch._inductor.config
-from harness import ours, quiet, trainer_of
-from torch import Tensor
-from torch.optim import SGD
+from harness import Learner, ours, quiet, trainer_of
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -24,30 +17,26 @@ CONFIG = MistralConfig(
 
 
 @pytest.fixture(autouse=True)
-def compiled_here() -> Iterator[None]:
+def compiled_here():
     """Not on a pool of threads, which PyTorch keeps until the process ends."""
     with torch._inductor.config.patch(compile_threads=1):
         yield
 
 
-class Task(pl.LightningModule):
-    def __init__(self, implementation: str = "flex_attention") -> None:
+class Task(Learner):
+    def __init__(self, implementation="flex_attention"):
         super().__init__()
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=implementation)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch, use_cache=False).loss
-        return loss
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch, use_cache=False).loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("loss", self.model(**batch, use_cache=False).loss)
 
-    def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=0.1)
 
-
-def batch(kind: str) -> dict[str, Tensor]:
+def batch(kind):
     ids = torch.randint(64, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     given = {"input_ids": ids, "labels": ids}
     if kind == "padded":
@@ -58,7 +47,7 @@ def batch(kind: str) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles the attention")
 @pytest.mark.parametrize("kind", ["padded"])
-def test_evaluation_is_that_of_eager_attention(kind: str) -> None:
+def test_evaluation_is_that_of_eager_attention(kind):
     """Not packed: torch 2.13's code for that does not compile on a CPU, in plain evaluation neither."""
     found = []
     for implementation in ("eager", "flex_attention"):

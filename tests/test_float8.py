@@ -1,9 +1,6 @@
 """``convert_to_float8``: which layers it takes. That they train as under plain Lightning is in ``test_recipes.py``."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from lightning_roundpipe.model.quantize import quantize
 from lightning_roundpipe.tasks import CausalLM, convert_to_float8
 
 
-def test_layers_of_sizes_that_gpus_multiply_but_the_output_layer() -> None:
+def test_layers_of_sizes_that_gpus_multiply_but_the_output_layer():
     model = llama(intermediate_size=24)
     convert_to_float8(model, "rowwise", emulate=True)
     linear = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -31,12 +28,12 @@ def test_layers_of_sizes_that_gpus_multiply_but_the_output_layer() -> None:
         (lambda: llama(hidden_size=24, num_attention_heads=3, num_key_value_heads=3), "rowwise", "has no linear layer"),
     ],
 )
-def test_refused(model: Any, recipe: Any, message: str) -> None:
+def test_refused(model, recipe, message):
     with pytest.raises(ValueError, match=message):
         convert_to_float8(model(), recipe)
 
 
-def test_packed_weights_are_refused() -> None:
+def test_packed_weights_are_refused():
     pytest.importorskip("bitsandbytes")
     model = llama(hidden_size=64, intermediate_size=64)
     model = quantize(model, "nf4")
@@ -44,7 +41,7 @@ def test_packed_weights_are_refused() -> None:
         convert_to_float8(model)
 
 
-def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(
         ImportError, match="float8=tensorwise needs torchao, which is not installed: pip install torchao"

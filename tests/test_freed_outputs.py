@@ -1,10 +1,6 @@
 """A layer's backward keeps no output of the recomputation, whatever the layer returns, and gradients are the same."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import harness
 import pytest
@@ -17,18 +13,18 @@ from torch.autograd.function import once_differentiable
 BLOCKS = 3
 PLAN = harness.per_call(BLOCKS, 2)
 WIDTH = zoo.WIDTH
-THERE: list[tuple[int, bool]] = []
+THERE = []
 """For each backward, the block's number and whether what it has returned was still there."""
 
 
 class Note:
     """What a call has returned, by weak references."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number = number
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.storages = []
 
-    def returns(self, *outputs: Tensor) -> None:
+    def returns(self, *outputs):
         self.storages = [weakref.ref(output.untyped_storage()) for output in outputs]
 
 
@@ -36,13 +32,13 @@ class Look(torch.autograd.Function):
     """Looks for the outputs of its layer when the backward has come to its first operation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, note: Note) -> Tensor:
+    def forward(ctx, x, note):
         ctx.note = note
         return x.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad):
         THERE.append((ctx.note.number, any(storage() is not None for storage in ctx.note.storages)))
         return grad, None
 
@@ -50,18 +46,18 @@ class Look(torch.autograd.Function):
 class Noted(nn.Module):
     """``returns``: what it returns for ``h``, and the tensors whose memory is to be freed."""
 
-    def __init__(self, number: int, kind: str) -> None:
+    def __init__(self, number, kind):
         super().__init__()
         self.number, self.kind = number, kind
         self.inner = nn.Linear(WIDTH, WIDTH)
         if kind == "hooked":
             self.register_forward_hook(lambda module, args, output: None)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         if self.kind == "dict":
             x = x if isinstance(x, Tensor) else x["h"] + x["twice"]
         note = Note(self.number)
-        h = Look.apply(x, note)  # type: ignore[no-untyped-call]
+        h = Look.apply(x, note)
         h = h + self.inner(torch.tanh(h))  # which saves nothing of its result
         if self.kind != "dict":
             note.returns(h)
@@ -72,23 +68,23 @@ class Noted(nn.Module):
 
 
 class Chain(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Tensor) -> Any:
-        found: Any = x
+    def forward(self, x):
+        found = x
         for block in self.blocks:
             found = block(found)
         return found if isinstance(found, Tensor) else found["h"]
 
 
-def module_of(make: Callable[[int], nn.Module]) -> zoo.PlainClassifier:
+def module_of(make):
     torch.manual_seed(5)
     return zoo.PlainClassifier(Chain([make(number) for number in range(BLOCKS)]))
 
 
-def batch_of(samples: int = 8) -> dict[str, Tensor]:
+def batch_of(samples=8):
     generator = torch.Generator().manual_seed(2)
     return {
         "x": torch.randn(samples, WIDTH, generator=generator),
@@ -97,7 +93,7 @@ def batch_of(samples: int = 8) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "hooked", "dict"])
-def test_outputs_are_freed_before_the_backward(kind: str) -> None:
+def test_outputs_are_freed_before_the_backward(kind):
     THERE.clear()
     run(ours(num_microbatches=2, plan=PLAN, layers=["Noted"]), module_of(lambda i: Noted(i, kind)), batch_of())
     recomputed = [there for number, there in THERE if 0 < number < BLOCKS - 1]  # the first one's input has no gradient

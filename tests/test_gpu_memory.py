@@ -3,19 +3,15 @@
 ``make test-gpu`` runs those on a GPU, with a model that is large beside what CUDA's libraries take for themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import mmap
 import weakref
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import halves, ours, run, single
+from harness import Learner, halves, ours, run, seeded, single
 from stress import all_reports
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_libraries import library_bytes
@@ -33,38 +29,34 @@ SIZES = {"cpu": (128, 64), "cuda": (4096, 8192)}
 class Layer(nn.Linear):
     """With its activation: what user code between layers holds is in no plan."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(super().forward(x))
 
 
-class Wide(pl.LightningModule):
-    def __init__(self, width: int) -> None:
+class Wide(Learner, lr=0.01):
+    def __init__(self, width):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.layers = nn.ModuleList(Layer(width, width) for _ in range(LAYERS))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
-
-def train(kind: str, steps: int, **options: Any) -> None:
+def train(kind, steps, **options):
     width, samples = SIZES[kind]
     batch = torch.randn(samples, width, generator=torch.Generator().manual_seed(3))
-    where: dict[str, Any] = {"parallel_devices": [torch.device("cuda", 0)]} if kind == "cuda" else {}
-    trainer: dict[str, Any] = {"accelerator": "auto", "devices": "auto"} if kind == "cuda" else {}
+    where = {"parallel_devices": [torch.device("cuda", 0)]} if kind == "cuda" else {}
+    trainer = {"accelerator": "auto", "devices": "auto"} if kind == "cuda" else {}
     used = ours(num_microbatches=4, layers=["Layer"], **where, **options)
     run(used, Wide(width), [copy.copy(batch)] * steps, watch=False, **trainer)
 
 
 @pytest.mark.parametrize("plan", [halves, pytest.param(single, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [EMULATED, CUDA])
-def test_the_peak_is_what_was_planned(kind: str, plan: Any) -> None:
+def test_the_peak_is_what_was_planned(kind, plan):
     """Weights, gradients, activations, what waits, and on a GPU cuBLAS's workspaces."""
     with all_reports() as made:
         train(kind, 3, plan=plan(LAYERS, 4))
@@ -82,14 +74,14 @@ def test_the_peak_is_what_was_planned(kind: str, plan: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [EMULATED, CUDA])
-def test_no_more_is_pinned_than_is_needed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_pinned_than_is_needed(kind, monkeypatch):
     """Weights and gradients of each layer, once at a time, and to the page where they are pinned."""
-    device: Any = CudaDevice if kind == "cuda" else EmulatedDevice
+    device = CudaDevice if kind == "cuda" else EmulatedDevice
     real, asked, page = device.host_buffer, [], mmap.PAGESIZE if kind == "cuda" else 1
-    storages: list[weakref.ref[Any]] = []
+    storages = []
 
-    def host_buffer(self: Any, nbytes: int) -> Tensor:
-        made: Tensor = real(self, nbytes)
+    def host_buffer(self, nbytes):
+        made = real(self, nbytes)
         asked.append(nbytes)
         storages.append(weakref.ref(made.untyped_storage()))
         assert sum(storage() is not None for storage in storages) <= 2 * LAYERS

@@ -1,34 +1,28 @@
 """What hooks between batches find in ``.grad``, and what becomes of what they write there."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
 from harness import assert_same, assert_tensors_same, ours, run
-from torch import Tensor, nn
+from torch import nn
 
 HOOKS = (
     "on_train_start", "on_train_epoch_start", "on_validation_start", "on_validation_epoch_start",
     "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
 )  # fmt: skip
 """Those that let the optimizer step on its own thread."""
-Seen = list[tuple[str, int, dict[str, Tensor | None]]]
 
 
 class Module(zoo.PlainClassifier):
     """With a parameter beside the layers, and one that is used in every other batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(zoo.MLP())
         self.gain = nn.Parameter(torch.ones(5))
         self.seldom = nn.Parameter(torch.ones(5))
 
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+    def loss_and_logits(self, batch):
         logits = self.model(batch["x"]) * self.gain
         if float(batch["x"].detach()[0, 0]) > 0:
             logits = logits * self.seldom
@@ -38,13 +32,13 @@ class Module(zoo.PlainClassifier):
 class Look(pl.Callback):
     """Copies gradients; then ``does`` something with them at ``at``."""
 
-    def __init__(self, at: str = "", does: Callable[[nn.Parameter, Look], None] | None = None) -> None:
-        self.seen: Seen = []
-        self.kept: list[Any] = []
+    def __init__(self, at="", does=None):
+        self.seen = []
+        self.kept = []
         self.at, self.does = at, does
         self.apart = False
 
-    def look(self, hook: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def look(self, hook, trainer, module):
         found = {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
         engine = getattr(trainer.strategy, "_engine", None)
         self.apart |= engine is not None and engine.updates is not None
@@ -54,7 +48,7 @@ class Look(pl.Callback):
                 self.does(parameter, self)
 
 
-def _looking(hook: str) -> Callable[..., None]:
+def _looking(hook):
     return lambda self, trainer, module: self.look(hook, trainer, module)
 
 
@@ -62,7 +56,7 @@ for _hook in HOOKS:
     setattr(Look, _hook, _looking(_hook))
 
 
-def batches() -> list[zoo.Batch]:
+def batches():
     made = zoo.make_batches("mlp", count=6, samples=8)
     for number, batch in enumerate(made):
         batch["x"][:, 0] = 1.0 if number % 2 else -1.0
@@ -72,13 +66,11 @@ def batches() -> list[zoo.Batch]:
 class Matrices(Module):
     """Its optimizer holds matrices alone. ``zero_grad`` does not reach the other parameters: their gradients grow."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.ndim > 1], lr=0.1)
 
 
-def train(
-    strategy: Any, look: Look, devices: int = 1, *, validates: bool = True, module: Any = Module, **options: Any
-) -> Any:
+def train(strategy, look, devices=1, *, validates=True, module=Module, **options):
     torch.manual_seed(1)
     given = {"val_batches": batches()[:1]} if validates else {}
     given |= {"watch": False} | options
@@ -87,7 +79,7 @@ def train(
     return result
 
 
-def check_seen(plain: Look, other: Look, **tolerance: float) -> None:
+def check_seen(plain, other, **tolerance):
     assert [entry[:2] for entry in plain.seen] == [entry[:2] for entry in other.seen]
     for (hook, step, expected), (_, _, found) in zip(plain.seen, other.seen, strict=True):
         where = f"{hook} after step {step}"
@@ -97,7 +89,7 @@ def check_seen(plain: Look, other: Look, **tolerance: float) -> None:
         assert_tensors_same([a for a, _ in pairs.values()], [b for _, b in pairs.values()], what=where, **tolerance)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "validation behind a window": {"accumulate_grad_batches": 4, "val_check_interval": 4},
     "no window": {"val_check_interval": 3, "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
     "no validation": {"validates": False, "max_epochs": 2},
@@ -107,34 +99,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("module", [Module, Matrices])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_hooks_find_what_plain_training_leaves(options: dict[str, Any], module: Any) -> None:
+def test_hooks_find_what_plain_training_leaves(options, module):
     plain, other = Look(), Look()
     expected = train("auto", plain, module=module, **options)
     assert_same(expected, train(ours(num_microbatches=2), other, 2, module=module, **options))
     check_seen(plain, other)
 
 
-def halve(p: nn.Parameter, look: Look) -> None:
+def halve(p, look):
     if p.grad is not None:
         p.grad.mul_(0.5)
 
 
-def replace(p: nn.Parameter, look: Look) -> None:
+def replace(p, look):
     look.kept.append((p.grad, p.grad if p.grad is None else p.grad.clone()))
     p.grad = torch.full_like(p, 0.01)
 
 
-def anew(p: nn.Parameter, look: Look) -> None:
+def anew(p, look):
     p.grad = None
     differentiate(p, look)
 
 
-def keep_parts(p: nn.Parameter, look: Look) -> None:
+def keep_parts(p, look):
     if p.grad is not None:
         look.kept.append((p.grad[:1].T, p.grad[:1].T.clone()))
 
 
-def differentiate(p: nn.Parameter, look: Look) -> None:
+def differentiate(p, look):
     """As training against adversaries does, while it validates."""
     with torch.enable_grad():
         (p.square().sum() * 0.01).backward()
@@ -143,8 +135,8 @@ def differentiate(p: nn.Parameter, look: Look) -> None:
 @pytest.mark.parametrize("way", [halve, replace, keep_parts, anew])
 @pytest.mark.parametrize("module", [Module, Matrices])
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_train_epoch_end"])
-def test_what_hooks_make_of_them_counts(way: Callable[[nn.Parameter, Look], None], hook: str, module: Any) -> None:
-    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 4, "gradient_clip_val": 0.5}
+def test_what_hooks_make_of_them_counts(way, hook, module):
+    options = {"accumulate_grad_batches": 4, "val_check_interval": 4, "gradient_clip_val": 0.5}
     plain, other = Look(hook, way), Look(hook, way)
     expected = train("auto", plain, module=module, **options)
     assert_same(expected, train(ours(num_microbatches=2), other, 2, module=module, **options))
@@ -157,22 +149,20 @@ class Early(Matrices):
 
     at = "on_fit_start"
 
-    def _write(self, hook: str) -> None:
+    def _write(self, hook):
         for number, parameter in enumerate(self.parameters() if hook == self.at else ()):
             parameter.grad = torch.full_like(parameter, 0.01 * number)
 
-    def on_fit_start(self) -> None:
+    def on_fit_start(self):
         self._write("on_fit_start")
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self._write("on_train_epoch_start" if self.current_epoch == 0 else "")
 
 
 @pytest.mark.parametrize("options", [{"validates": False, "accumulate_grad_batches": 4}, {"num_sanity_val_steps": 1}])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
-def test_gradients_from_before_the_first_batch(
-    hook: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_from_before_the_first_batch(hook, options, monkeypatch):
     monkeypatch.setattr(Early, "at", hook)
     plain, other = Look(), Look()
     expected = train("auto", plain, module=Early, **options)

@@ -1,23 +1,18 @@
 """What a LightningModule may override, under automatic optimization: the same numbers at the same places as in plain
 Lightning."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import zoo
-from harness import Result, assert_same, ours, run
-from torch import Tensor
+from harness import assert_same, ours, run
 
 MLP = zoo.make_module("mlp").model
 STEP = torch.optim.lr_scheduler.ExponentialLR
 
 
-def both(module: Any, batches: Any = None, **options: Any) -> tuple[Result, Result]:
+def both(module, batches=None, **options):
     batches = zoo.make_batches("mlp", 4) if batches is None else batches
     plain = run("auto", module, batches, **options)
     return plain, run(ours(num_microbatches=3), module, batches, devices=2, **options)
@@ -26,18 +21,18 @@ def both(module: Any, batches: Any = None, **options: Any) -> tuple[Result, Resu
 # ------------------------------------------------------------------------------------------------- configure_optimizers
 
 
-def _by_frequency(optimizer: Any) -> Any:
+def _by_frequency(optimizer):
     scheduler = {"scheduler": STEP(optimizer, 0.5), "interval": "step", "frequency": 2}
     return [{"optimizer": optimizer, "lr_scheduler": scheduler}]
 
 
-def _by_metric(optimizer: Any) -> Any:
+def _by_metric(optimizer):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
     scheduler = {"scheduler": plateau, "monitor": "train/loss", "interval": "step", "frequency": 2, "strict": True}
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-CONFIGURED: dict[str, Callable[[Any], Any]] = {
+CONFIGURED = {
     "a list and dicts": lambda optimizer: ([optimizer], [{"scheduler": STEP(optimizer, 0.5), "interval": "step"}]),
     "a list of dicts, every other step": _by_frequency,
     "a monitored value": _by_metric,
@@ -45,23 +40,23 @@ CONFIGURED: dict[str, Callable[[Any], Any]] = {
 
 
 class Configured(zoo.PlainClassifier):
-    def __init__(self, configure: Callable[[Any], Any]) -> None:
+    def __init__(self, configure):
         super().__init__(MLP)
         self.configure = configure
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.configure(torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9))
 
 
 @pytest.mark.parametrize("kind", CONFIGURED)
-def test_configured_optimizers(kind: str) -> None:
+def test_configured_optimizers(kind):
     plain, result = both(Configured(CONFIGURED[kind]), zoo.make_batches("mlp", 2), max_epochs=2)
     assert_same(plain, result)
-    schedules = [[config.scheduler.state_dict() for config in r.trainer.lr_scheduler_configs] for r in (plain, result)]  # type: ignore[union-attr]
+    schedules = [[config.scheduler.state_dict() for config in r.trainer.lr_scheduler_configs] for r in (plain, result)]
     assert schedules[0] == schedules[1]
 
 
-def test_no_optimizer() -> None:
+def test_no_optimizer():
     """Nothing is trained, but gradients are there."""
     plain, result = both(Configured(lambda optimizer: None), blocking=True)
     assert any(grad is not None for grad in plain.grads[0].values())
@@ -75,7 +70,7 @@ def test_no_optimizer() -> None:
 class WarmUp(zoo.PlainClassifier):
     """As in Lightning's documentation."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer.step(closure=optimizer_closure)
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * (self.trainer.global_step + 1)
@@ -86,7 +81,7 @@ class WarmUpAhead(WarmUp):
 
     roundpipe_passive_hooks = ("optimizer_step",)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * (self.trainer.global_step + 1)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -95,7 +90,7 @@ class WarmUpAhead(WarmUp):
 class EveryOtherStep(zoo.PlainClassifier):
     """Between its steps the closure is called by itself, so that losses and gradients are there."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         if batch_idx % 2:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -105,46 +100,44 @@ class EveryOtherStep(zoo.PlainClassifier):
 class LateClosure(zoo.PlainClassifier):
     """Steps without a closure, once the module has called it itself and has changed the gradients."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer_closure()
         for parameter in self.parameters():
-            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+            parameter.grad.mul_(0.5)
         optimizer.step()
 
 
 class ClippingApart(zoo.PlainClassifier):
     """As in Lightning's documentation: only from some step on."""
 
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         assert gradient_clip_val is None
         if self.global_step:
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
 class BackwardTwiceAsFar(zoo.PlainClassifier):
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss):
         (loss * 2).backward()
 
 
 class Transferred(zoo.PlainClassifier):
     """Each of the three changes the batch, and none commutes with another."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         return batch | {"x": batch["x"] + 1}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
         assert device.type == "cpu"
         return super().transfer_batch_to_device(batch | {"x": batch["x"] * 2}, device, dataloader_idx)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         assert batch["x"].device.type == "cpu"
         return batch | {"x": batch["x"].square()}
 
 
 @functools.cache
-def without() -> Result:
+def without():
     return run("auto", zoo.PlainClassifier(MLP), zoo.make_batches("mlp", 4))
 
 
@@ -161,12 +154,9 @@ def without() -> Result:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_overridden(kind: type[zoo.PlainClassifier], options: Any) -> None:
+def test_overridden(kind, options):
     plain, result = both(kind(MLP), watch=kind is not LateClosure, **options)
     assert any(
         not torch.equal(without().state[name], value) for name, value in plain.state.items()
     )  # it does something
     assert_same(plain, result)
-
-
-# -------------------------------------------------------------------------------------------------- several model calls

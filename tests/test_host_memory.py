@@ -1,7 +1,5 @@
 """What loading, training adapters and saving take of the host's memory: nothing is there twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,7 +18,7 @@ MUCH = 0.3
 """Of the weights: activations, threads and what else a run needs that is no copy."""
 
 
-def measured(what: str, *arguments: object) -> dict[str, int]:
+def measured(what, *arguments):
     """What a run in a process of its own says."""
     code = f"import large_runs; large_runs.main({', '.join(map(repr, [what, *map(str, arguments)]))})"
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
@@ -31,11 +29,10 @@ def measured(what: str, *arguments: object) -> dict[str, int]:
         text=True,
         check=True,
     )
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
+def test_loading_holds_the_weights_once(tmp_path):
     """From the files into masters of another format, and from there to where uploads read."""
     large_runs.write(tmp_path, "bfloat16")
     found = measured("loading", tmp_path)
@@ -43,7 +40,7 @@ def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
     assert found["peak"] < (1 + MUCH) * found["weights"], found
 
 
-def test_a_frozen_base_takes_no_memory(tmp_path: Path) -> None:
+def test_a_frozen_base_takes_no_memory(tmp_path):
     """Neither during training, but for what emulated devices have of the host's memory, nor afterwards."""
     size = large_runs.write(tmp_path, "float32")
     found = measured("adapters", tmp_path, "32-true", "")
@@ -54,7 +51,7 @@ def test_a_frozen_base_takes_no_memory(tmp_path: Path) -> None:
     assert found["after"] > (1 - LITTLE) * size, "this would not be seen"
 
 
-def test_saving_takes_no_memory(tmp_path: Path) -> None:
+def test_saving_takes_no_memory(tmp_path):
     found = measured("saving", tmp_path)
     assert found["file"] > 3 * found["weights"] > 540e6
     assert found["peak"] < LITTLE * found["weights"], found

@@ -1,7 +1,5 @@
 """`roundpipe-train` loses nothing: it is interrupted or fails, and the command that it prints goes on bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -9,16 +7,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from patience import PATIENCE_S, until
 from safetensors.torch import load_file
-from torch import Tensor
 
 from lightning_roundpipe import train
 from lightning_roundpipe.callbacks import Checkpoints
@@ -32,19 +27,18 @@ QUICK = ["experiment=random_tokens", "prompt=null", "data.batch_size=2"]  # step
 pytestmark = pytest.mark.usefixtures("working_folder")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def run(monkeypatch, *arguments):
     """``roundpipe-train`` in this process."""
     monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
     train.main()
 
 
-def checkpoint_of(folder: Path) -> dict[str, Any]:
+def checkpoint_of(folder):
     [file] = (folder / "checkpoints").iterdir()
-    found: dict[str, Any] = torch.load(file, weights_only=False)
-    return found
+    return torch.load(file, weights_only=False)
 
 
-def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_same_state(one, other):
     """Weights and the optimizer's state, to the bit."""
     assert one["global_step"] == other["global_step"]
     assert one["state_dict"].keys() == other["state_dict"].keys()
@@ -57,7 +51,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(moments[1][key][name])), (key, name)
 
 
-def command_in(said: str) -> list[str]:
+def command_in(said):
     """The command that goes on, which is the last line, alone."""
     *_, told, line = said.splitlines()
     assert told.startswith("The newest checkpoint is ") and told.endswith(" To go on from it:")
@@ -75,7 +69,7 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", list(WAYS), ids=lambda number: signal.Signals(number).name)
-def test_what_a_signal_ends_goes_on(number: signal.Signals, working_folder: Path) -> None:
+def test_what_a_signal_ends_goes_on(number, working_folder):
     """The signal comes in the middle of an epoch; what is pasted back ends as the run that nothing interrupted."""
     place = working_folder / "it's my work (1)"
     place.mkdir()
@@ -117,13 +111,13 @@ def test_what_a_signal_ends_goes_on(number: signal.Signals, working_folder: Path
 
 
 def test_a_second_signal_does_not_wait(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], working_folder: Path,
-    request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
+    monkeypatch, capfd, working_folder,
+    request,
+):  # fmt: skip
     """Then nothing more is written, and what was written before is named."""
     step = CausalLM.training_step
 
-    def interrupted(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    def interrupted(self, batch, batch_idx):
         if self.trainer.global_step == 3:
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: self.trainer.checkpoint_callback.interrupted_by is not None)  # two at once are one to Python
@@ -148,11 +142,11 @@ def test_a_second_signal_does_not_wait(
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def failing_at(number: int, times: int = 1) -> Callable[..., Tensor]:
+def failing_at(number, times=1):
     """A training step that fails in the second microbatch of the optimizer step of that number."""
     step, left = CausalLM.training_step, [times]
 
-    def failing(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    def failing(self, batch, batch_idx):
         loss = step(self, batch, batch_idx)
         if self.trainer.global_step == number and batch_idx % 2 and left[0]:
             left[0] -= 1
@@ -163,9 +157,7 @@ def failing_at(number: int, times: int = 1) -> Callable[..., Tensor]:
 
 
 @pytest.mark.slow
-def test_what_an_error_ends_goes_on(
-    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_error_ends_goes_on(working_folder, monkeypatch, capfd):
     """Step 5 of 4 an epoch fails."""
     options = [*QUICK, "step_samples=8", "lora=all_linear", "trainer.max_steps=6"]
     run(monkeypatch, *options, "hydra.run.dir=whole")
@@ -184,14 +176,12 @@ def test_what_an_error_ends_goes_on(
     assert_same_state(checkpoint_of(working_folder / "whole"), checkpoint_of(working_folder / "resumed"))
 
 
-def test_a_torn_step_is_not_saved(
-    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torn_step_is_not_saved(working_folder, monkeypatch, capfd):
     """The optimizer fails after some layers: the last good checkpoint stays, and the strategy writes no other."""
     apply, calls = BucketStepper._apply, [0]
     refused = []
 
-    def torn(self: BucketStepper, step: Any, gathered: Any) -> None:
+    def torn(self, step, gathered):
         calls[0] += 1
         if step.number == 4 and calls[0] > 1:
             raise RuntimeError("out of something")
@@ -199,7 +189,7 @@ def test_a_torn_step_is_not_saved(
         apply(self, step, gathered)
 
     class Saves(pl.Callback):
-        def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_exception(self, trainer, *_):
             with pytest.raises(RoundPipeError, match=r"mine\.ckpt is not written: the last optimizer step"):
                 trainer.save_checkpoint("mine.ckpt")
             refused.append(trainer.strategy.whole)
@@ -217,10 +207,8 @@ def test_a_torn_step_is_not_saved(
     assert not Path("mine.ckpt").exists()
 
 
-def test_a_disk_that_is_full_does_not_hide_the_error(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: Any) -> None:
+def test_a_disk_that_is_full_does_not_hide_the_error(monkeypatch, capfd):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(CausalLM, "training_step", failing_at(2))
@@ -234,7 +222,7 @@ def test_a_disk_that_is_full_does_not_hide_the_error(
 
 
 @pytest.mark.slow
-def test_a_terminal_that_closes_loses_nothing(working_folder: Path) -> None:
+def test_a_terminal_that_closes_loses_nothing(working_folder):
     """As when a connection breaks. The run ended at once, without a checkpoint; prints fail from then on."""
     pid, terminal = pty.fork()
     if pid == 0:
@@ -245,9 +233,9 @@ def test_a_terminal_that_closes_loses_nothing(working_folder: Path) -> None:
     while b"tokens_per_s" not in shown:
         shown += os.read(terminal, 65536)
     os.close(terminal)
-    statuses: list[int] = []
+    statuses = []
 
-    def has_ended() -> bool:
+    def has_ended():
         found, status = os.waitpid(pid, os.WNOHANG)
         statuses.extend([os.waitstatus_to_exitcode(status)] if found else [])
         return bool(found)

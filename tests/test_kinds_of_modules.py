@@ -1,21 +1,17 @@
 """Modules and tensors of special kinds: they train as plainly, or are refused by name."""
 
-from __future__ import annotations
-
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import small_net
 import torch
 import torch.fx
 import zoo
-from harness import Result, assert_same, ours, run
+from harness import assert_same, ours, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from small_net import WIDTH, made
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.trainer.refusals import refuse_scripted
 
@@ -23,30 +19,30 @@ from lightning_roundpipe.trainer.refusals import refuse_scripted
 class Net(small_net.Net):
     """Its `middle` is the case."""
 
-    def middle(self, h: Tensor) -> Tensor:
+    def middle(self, h):
         return h
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.middle(self.blocks[0](self.stem(x)))
         return self.head(small_net.all_of(self, self.blocks[2](self.blocks[1](h))))
 
 
-def train(strategy: Any, methods: dict[str, Any], devices: int = 1) -> Result:
+def train(strategy, methods, devices=1):
     batches = zoo.make_batches("mlp", samples=8)
     return run(strategy, made(type("Net", (Net,), methods)), batches, devices=devices, val_batches=batches[:1])
 
 
-def check(methods: dict[str, Any], microbatches: int = 2, devices: int = 2) -> None:
+def check(methods, microbatches=2, devices=2):
     assert_same(train("auto", methods), train(ours(num_microbatches=microbatches), methods, devices))
 
 
 # ---------------------------------------------------------------------------------------------------- compiled modules
 
 
-def scripts(path: str, way: Callable[[nn.Module], nn.Module]) -> Callable[[Any], None]:
+def scripts(path, way):
     """Puts a compiled module in the place of a module; late, as they cannot be copied with the LightningModule."""
 
-    def configure_model(self: Net) -> None:
+    def configure_model(self):
         holder, _, name = path.rpartition(".")
         if not isinstance(self.get_submodule(path), torch.jit.ScriptModule):
             setattr(self.get_submodule(holder), name, way(self.get_submodule(path)))
@@ -54,16 +50,12 @@ def scripts(path: str, way: Callable[[nn.Module], nn.Module]) -> Callable[[Any],
     return configure_model
 
 
-def traced(module: nn.Module) -> Any:
-    return torch.jit.trace(module, torch.ones(2, WIDTH))
-
-
-def with_graph_modules(self: Net) -> None:
+def with_graph_modules(self):
     for index, block in enumerate(self.blocks):
         self.blocks[index] = torch.fx.symbolic_trace(block)
 
 
-def with_transformed_graphs(self: Net) -> None:
+def with_transformed_graphs(self):
     """Another function than the module's that was traced."""
     graph = torch.fx.symbolic_trace(self.blocks[1])
     for node in graph.graph.nodes:
@@ -73,7 +65,7 @@ def with_transformed_graphs(self: Net) -> None:
     self.blocks[1] = graph
 
 
-MODULES: dict[str, dict[str, Any]] = {
+MODULES = {
     "a scripted block": {"configure_model": scripts("blocks.1", torch.jit.script)},
     "a scripted part of a block": {"configure_model": scripts("blocks.1.inner", torch.jit.script)},
     "graph modules": {"arrange": with_graph_modules},
@@ -82,11 +74,11 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_compiled_modules(kind: str) -> None:
+def test_compiled_modules(kind):
     check(MODULES[kind])
 
 
-def test_scripted_modules_are_refused_on_gpus() -> None:
+def test_scripted_modules_are_refused_on_gpus():
     module = made(Net)
     refuse_scripted(module, "cuda")
     module.blocks[1].inner = torch.jit.script(module.blocks[1].inner)
@@ -99,19 +91,19 @@ def test_scripted_modules_are_refused_on_gpus() -> None:
 
 
 class Propagate(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, adjacency: Any) -> Tensor:
+    def forward(self, x, adjacency):
         return (adjacency @ self.linear(x).T).T
 
 
-def adjacency() -> Tensor:
+def adjacency():
     return (torch.arange(WIDTH**2).view(WIDTH, WIDTH) % 3 == 0) / WIDTH
 
 
-def uncoalesced(dense: Tensor) -> Tensor:
+def uncoalesced(dense):
     sparse = dense.to_sparse()
     return torch.sparse_coo_tensor(
         torch.cat([sparse.indices()] * 2, 1), torch.cat([sparse.values()] * 2) / 2, dense.shape, is_coalesced=False
@@ -119,15 +111,15 @@ def uncoalesced(dense: Tensor) -> Tensor:
 
 
 class Gate(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(x).relu().to_sparse()
 
 
-SPARSE: dict[str, Callable[[Net, Tensor], Tensor]] = {
+SPARSE = {
     "rows": lambda self, h: self.extra(h, adjacency().to_sparse_csr()),
     "uncoalesced": lambda self, h: self.extra(h, uncoalesced(adjacency())),
     "with gradients": lambda self, h: self.extra(h, (adjacency() * self.gain).to_sparse()),
@@ -137,8 +129,8 @@ SPARSE: dict[str, Callable[[Net, Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("kind", SPARSE)
-def test_sparse_tensors_pass_layers(kind: str) -> None:
-    def arrange(self: Net) -> None:
+def test_sparse_tensors_pass_layers(kind):
+    def arrange(self):
         self.extra = Propagate()
         if kind == "returned":
             self.gate = Gate()
@@ -149,16 +141,16 @@ def test_sparse_tensors_pass_layers(kind: str) -> None:
 # ------------------------------------------------------------------------------------------- transforms of torch.func
 
 
-def ensemble(self: Net, h: Tensor) -> Tensor:
+def ensemble(self, h):
     """Of the rows of two parameters, as heads of one module that has none of its own."""
     one = nn.Linear(WIDTH, WIDTH, device="meta", bias=False)
     call = functools.partial(torch.func.functional_call, one)
     return torch.func.vmap(lambda weight: call({"weight": weight}, (h,)))(torch.stack([self.mix, self.mix.T])).mean(0)
 
 
-TRANSFORMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+TRANSFORMS = {
     "vmap over samples": lambda self, h: torch.vmap(lambda x: self.mix @ (x * self.gain))(h),
-    "jvp": lambda self, h: sum(torch.func.jvp(lambda g: torch.tanh(h * g), (self.gain,), (self.mix[0],))),  # type: ignore[arg-type]
+    "jvp": lambda self, h: sum(torch.func.jvp(lambda g: torch.tanh(h * g), (self.gain,), (self.mix[0],))),
     "jacrev for each sample": lambda self, h: torch.vmap(torch.func.jacrev(lambda x: torch.tanh(x * self.gain)))(h).sum(
         1
     ),
@@ -167,8 +159,5 @@ TRANSFORMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", TRANSFORMS)
-def test_transforms_of_parameters_between_layers(kind: str) -> None:
+def test_transforms_of_parameters_between_layers(kind):
     check({"middle": TRANSFORMS[kind]})
-
-
-# ------------------------------------------------------------------------------------- keys that layers share

@@ -1,58 +1,50 @@
 """Hooks that user code registers when training runs already: they run as in plain training, or are refused by name."""
 
-from __future__ import annotations
-
 import types
-from collections.abc import Callable
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import Result, assert_same, ours, run
-from torch import Tensor
+from harness import assert_same, ours, run
 
 from lightning_roundpipe.config import RoundPipeError
-
-Register = Callable[["Recorded", Any], Any]
-"""Is given the module and its optimizer."""
 
 
 class Recorded(zoo.PlainClassifier):
     """A module on which hooks leave what they have seen."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model):
         super().__init__(model)
-        self.seen: list[Any] = []
+        self.seen = []
 
 
-def doubled(module: Recorded, optimizer: Any) -> Any:
-    def hook(grad: Tensor) -> Tensor:
+def doubled(module, optimizer):
+    def hook(grad):
         module.seen.append(float(grad.norm()))
         return grad * 2
 
     return module.model.head.weight.register_hook(hook)
 
 
-def after_accumulation(module: Recorded, optimizer: Any) -> Any:
-    def hook(parameter: Tensor) -> None:
+def after_accumulation(module, optimizer):
+    def hook(parameter):
         module.seen.append(float(parameter.grad.norm()))
         parameter.grad.clamp_(-0.01, 0.01)
 
     return module.model.blocks[1].up.weight.register_post_accumulate_grad_hook(hook)
 
 
-def before_the_step(module: Recorded, optimizer: Any) -> Any:
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+def before_the_step(module, optimizer):
+    def hook(optimizer, args, kwargs):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         module.seen.append(float(sum(p.norm() for p in parameters)))
 
     return optimizer.register_step_pre_hook(hook)
 
 
-def after_the_step(module: Recorded, optimizer: Any) -> Any:
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+def after_the_step(module, optimizer):
+    def hook(optimizer, args, kwargs):
         with torch.no_grad():
             module.model.head.weight.mul_(0.9)
         module.seen.append(float(module.model.stem.weight.norm()))
@@ -60,10 +52,10 @@ def after_the_step(module: Recorded, optimizer: Any) -> Any:
     return optimizer.register_step_post_hook(hook)
 
 
-def replaced_step(module: Recorded, optimizer: Any) -> None:
+def replaced_step(module, optimizer):
     own = optimizer.step
 
-    def step(self: Any, closure: Any = None) -> Any:
+    def step(self, closure=None):
         found = own(closure)
         with torch.no_grad():
             module.model.stem.weight.add_(0.01)
@@ -73,24 +65,24 @@ def replaced_step(module: Recorded, optimizer: Any) -> None:
     optimizer.step = types.MethodType(step, optimizer)
 
 
-def hook_of_the_module(module: Recorded, optimizer: Any) -> None:
-    def on_before_optimizer_step(optimizer: Any) -> None:
+def hook_of_the_module(module, optimizer):
+    def on_before_optimizer_step(optimizer):
         module.seen.append(float(module.model.head.bias.grad.norm()))
         module.model.head.bias.grad.zero_()
 
-    module.on_before_optimizer_step = on_before_optimizer_step  # type: ignore[method-assign]
+    module.on_before_optimizer_step = on_before_optimizer_step
 
 
 class Norms(pl.Callback):
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer, pl_module):
         pl_module.seen.append([float(p.grad.norm()) for p in pl_module.parameters()])
 
 
-def another_callback(module: Recorded, optimizer: Any) -> None:
-    module.trainer.callbacks.append(Norms())  # type: ignore[attr-defined]
+def another_callback(module, optimizer):
+    module.trainer.callbacks.append(Norms())
 
 
-LATE: list[Register] = [
+LATE = [
     doubled, after_accumulation, before_the_step, after_the_step, replaced_step, hook_of_the_module, another_callback,
 ]  # fmt: skip
 
@@ -100,15 +92,15 @@ class Later(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, register: Register, at: int) -> None:
+    def __init__(self, register, at):
         self.register, self.at = register, at
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.at:
             self.register(pl_module, pl_module.optimizers().optimizer)
 
 
-def both(register: Register, at: int, **strategy: Any) -> tuple[Result, Result]:
+def both(register, at, **strategy):
     batches = zoo.make_batches("mlp", count=5, samples=8)
     plain, other = (
         run(chosen, made(), batches, devices=devices, watch=False, callbacks=[Later(register, at)])
@@ -117,30 +109,30 @@ def both(register: Register, at: int, **strategy: Any) -> tuple[Result, Result]:
     return plain, other
 
 
-def made() -> Recorded:
+def made():
     module = zoo.make_module("mlp")
     torch.manual_seed(7)
     return Recorded(module.model)
 
 
-def assert_alike(plain: Result, other: Result) -> None:
+def assert_alike(plain, other):
     assert_same(plain, other)
-    seen, found = plain.module.seen, other.module.seen  # type: ignore[union-attr]
+    seen, found = plain.module.seen, other.module.seen
     assert seen and len(seen) == len(found), (seen, found)
     assert found == [pytest.approx(value, rel=1e-4) for value in seen]
 
 
 @pytest.mark.parametrize("register", LATE)
-def test_what_is_registered_between_batches_runs(register: Register) -> None:
+def test_what_is_registered_between_batches_runs(register):
     assert_alike(*both(register, 3))
 
 
 class Within(Recorded):
-    register: Any = None
+    register = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 2:
-            type(self).register(self, self.optimizers().optimizer)  # type: ignore[union-attr]
+            type(self).register(self, self.optimizers().optimizer)
         return super().training_step(batch, batch_idx)
 
 
@@ -154,7 +146,7 @@ class Within(Recorded):
         (hook_of_the_module, r"overrides on_before_optimizer_step.* It was |attribute 'on_before_optimizer_step' of"),
     ],
 )
-def test_within_training_step_it_is_refused(register: Register, error: str) -> None:
+def test_within_training_step_it_is_refused(register, error):
     module = type("Net", (Within,), {"register": staticmethod(register)})(made().model)
     with pytest.raises(RoundPipeError, match=error):
         run(ours(num_microbatches=2), module, zoo.make_batches("mlp"), watch=False)

@@ -4,19 +4,16 @@
 stand, also inside functions and under `TYPE_CHECKING`: one that only hides a circle is still an import upwards.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_roundpipe"
 
-LAYERS: list[set[str]] = [
+LAYERS = [
     {"config", "messages", "extras", "heap"},
     {"devices", "planning", "model", "optim", "machines"},
     {"batches", "threads"},
@@ -40,7 +37,7 @@ FACADE = {"__init__", "registration"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def layer_of(unit: str) -> int:
+def layer_of(unit):
     for number, units in enumerate(LAYERS):
         if unit in units:
             return number
@@ -49,12 +46,12 @@ def layer_of(unit: str) -> int:
     raise AssertionError(f"lightning_roundpipe.{unit} has no layer: add it to LAYERS here and to CONTRIBUTING.md")
 
 
-def unit_of(file: Path) -> str:
+def unit_of(file):
     """The part of the package that ``file`` belongs to: ``lightning_roundpipe/model/trace.py`` -> ``model``."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_names(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, list[str]]]:
+def imported_names(tree, package):
     """Line and dotted name, split, of each import in ``tree``, a module of the package ``package`` (split as well)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -68,7 +65,7 @@ def imported_names(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, lis
         yield from ((node.lineno, name) for name in names)
 
 
-def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+def imported_units(tree, package):
     """Line and unit of each import of ours in ``tree``; arguments as for `imported_names`."""
     for line, name in imported_names(tree, package):
         if name[0] == PACKAGE.name:
@@ -77,7 +74,7 @@ def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str
             yield line, unit if is_unit else "__init__"
 
 
-def breaches(unit: str, tree: ast.AST, package: list[str]) -> list[str]:
+def breaches(unit, tree, package):
     """What is wrong with the imports of ``tree``, a module that belongs to ``unit``."""
     found = []
     for line, target in imported_units(tree, package):
@@ -88,17 +85,17 @@ def breaches(unit: str, tree: ast.AST, package: list[str]) -> list[str]:
     return found
 
 
-def test_imports_go_downwards() -> None:
+def test_imports_go_downwards():
     for file in FILES:
         found = breaches(unit_of(file), ast.parse(file.read_text()), list(file.parent.relative_to(ROOT).parts))
         assert not found, file
 
 
 @functools.cache
-def imports_of_modules() -> dict[str, set[str]]:
+def imports_of_modules():
     """The modules of ours that each module imports, by dotted names without that of the package."""
     modules = {name_of(file): file for file in FILES}
-    found: dict[str, set[str]] = {}
+    found = {}
     for module, file in modules.items():
         package = list(file.parent.relative_to(ROOT).parts)
         names = (
@@ -108,18 +105,18 @@ def imports_of_modules() -> dict[str, set[str]]:
     return found
 
 
-def name_of(file: Path) -> str:
+def name_of(file):
     """Of a module: ``lightning_roundpipe/model/trace.py`` -> ``model.trace``; empty for the package's own."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def longest(name: list[str], modules: Collection[str]) -> str | None:
+def longest(name, modules):
     """The module that an imported ``name`` is, or is of."""
     return next((".".join(name[:n]) for n in range(len(name), -1, -1) if ".".join(name[:n]) in modules), None)
 
 
-def circle(uses: Mapping[str, set[str]]) -> list[str]:
+def circle(uses):
     """Names that use each other in a circle, the first one again at the end; none if there is no circle."""
     try:
         TopologicalSorter(uses).prepare()
@@ -128,11 +125,11 @@ def circle(uses: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_imports_form_a_circle() -> None:
+def test_no_imports_form_a_circle():
     assert not circle(imports_of_modules())
 
 
-def test_both_flavours_have_the_same_parts() -> None:
+def test_both_flavours_have_the_same_parts():
     """What is made of Lightning's classes, and what imports that, is executed for each flavour; in order."""
     tree = ast.parse((PACKAGE / "pytorch_lightning.py").read_text())
     [parts] = [
@@ -149,12 +146,12 @@ def test_both_flavours_have_the_same_parts() -> None:
             assert name_of(file) in parts, f"{file.name} imports Lightning: add it to _PARTS in pytorch_lightning.py"
 
 
-def modules_imported(tree: ast.AST) -> set[str]:
+def modules_imported(tree):
     found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     return found | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
 
 
-def test_every_package_is_shipped() -> None:
+def test_every_package_is_shipped():
     """pyproject.toml lists the packages by hand, so that conf/ can be one of them."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     on_disk = {".".join(file.parent.relative_to(ROOT).parts) for file in FILES} | {"lightning_roundpipe.conf"}

@@ -1,9 +1,6 @@
 """What ``training_step`` logs in a window, in each way that Lightning has, and what callbacks find of it."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ import torchmetrics.classification as classification
 import zoo
 from harness import loader
 from plain_oracle import assert_plain, on_devices
-from torch import Tensor
 from torchmetrics.wrappers import Running
 
 DEVICES = on_devices(3)
@@ -23,22 +19,20 @@ SIZES = (6, 5, 7, 2, 3)
 class Logs(zoo.PlainClassifier):
     """Each subclass logs in ``step``, which gets the loss, the logits and the batch."""
 
-    calls: list[Any]
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(zoo.make_module("mlp").model)
         self.double()
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss, logits = self.loss_and_logits(batch)
         self.step(loss, logits.detach(), batch, batch_idx)
         return loss
 
-    def step(self, loss: Tensor, logits: Tensor, batch: zoo.Batch, batch_idx: int) -> None:
+    def step(self, loss, logits, batch, batch_idx):
         raise NotImplementedError
 
 
-def batches() -> Any:
+def batches():
     found = [zoo.make_batches("mlp", 1, samples, seed)[0] for seed, samples in enumerate(SIZES)]
     return loader([{"x": batch["x"].double(), "y": batch["y"]} for batch in found])
 
@@ -46,10 +40,10 @@ def batches() -> Any:
 class Everything(Logs):
     """Logs with each combination of on_step, on_epoch, prog_bar, logger, reduce_fx and a given batch size."""
 
-    def step(self, loss: Tensor, logits: Tensor, batch: zoo.Batch, batch_idx: int) -> None:
+    def step(self, loss, logits, batch, batch_idx):
         x = batch["x"]
         values = {"mean": x.mean(), "sum": x.sum(), "max": logits.max(), "min": x.min()}
-        reductions: dict[str, list[Any]] = {"mean": ["mean", torch.mean], "sum": ["sum", torch.sum]}
+        reductions = {"mean": ["mean", torch.mean], "sum": ["sum", torch.sum]}
         reductions |= {"max": ["max", torch.max], "min": ["min", torch.min]}
         flags, levels = (True, False), ((True, True), (True, False), (False, True))
         combinations = itertools.product(levels, flags, flags, (None, len(x)), values)
@@ -77,7 +71,7 @@ class Everything(Logs):
 
 @DEVICES
 @WINDOWS
-def test_every_combination(devices: int, window: int) -> None:
+def test_every_combination(devices, window):
     """Callbacks, progress bars and loggers find the same after each batch."""
     plain, _ = assert_plain(devices, Everything, batches, accumulate_grad_batches=window, max_epochs=2)
     assert len(plain.final["metrics"]) > 150
@@ -86,7 +80,7 @@ def test_every_combination(devices: int, window: int) -> None:
 class Metrics(Logs):
     """Metric objects that gather lists, hold another metric, keep a window of values, or are reset by the user."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.area = classification.MulticlassAUROC(5)
         self.total = torchmetrics.SumMetric()
@@ -99,7 +93,7 @@ class Metrics(Logs):
         self.fed = self.scores.clone(prefix="fed/")
         self.unregistered = {"scores": self.scores.clone(prefix="unregistered/")}
 
-    def step(self, loss: Tensor, logits: Tensor, batch: zoo.Batch, batch_idx: int) -> None:
+    def step(self, loss, logits, batch, batch_idx):
         x, y = batch["x"], batch["y"]
         self.area(logits, y)
         self.log("area", self.area, on_step=True, on_epoch=True)
@@ -122,17 +116,17 @@ class Metrics(Logs):
         self.log_dict(self.fed, on_step=False, on_epoch=True)
         self.unregistered["scores"].update(logits, y)
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("range", self.range.compute()["raw"])
         self.log("gathered", self.gathered.compute().std())
         self.log("restarted", self.restarted.compute())
         self.log_dict(self.unregistered["scores"].compute())
         for metric in (self.range, self.gathered, self.restarted, self.unregistered["scores"]):
-            metric.reset()  # type: ignore[operator]
+            metric.reset()
 
 
 @DEVICES
 @WINDOWS
-def test_metric_objects(devices: int, window: int) -> None:
+def test_metric_objects(devices, window):
     """Each batch updates them once, in order. A step's value is that of its batch."""
     assert_plain(devices, Metrics, batches, accumulate_grad_batches=window, max_epochs=2)

@@ -1,11 +1,7 @@
 """The longest sequence that the plan command says trains on emulated devices of that memory, and 10 % more does not."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +18,14 @@ from lightning_roundpipe.tasks.causal_lm import CausalLM
 
 WITHIN = 0.1
 MEMORY = 16_000_000
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2**16, "tie_word_embeddings": False, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "llama": {},
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
@@ -37,18 +33,18 @@ KINDS: dict[str, dict[str, Any]] = {
 TILE = 64
 
 
-def settings(kind: str) -> dict[str, Any]:
+def settings(kind):
     return TINY | {"model_type": kind} | KINDS[kind]
 
 
-def adapters(kind: str) -> dict[str, Any]:
+def adapters(kind):
     """PEFT parametrizes experts in the call, which tiles cannot."""
     of_attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     modules = of_attention if "moe" in kind else "all-linear"
     return {"r": 4, "target_modules": modules, "task_type": "CAUSAL_LM"}
 
 
-def shape_of(kind: str, lora: bool, folder: Path) -> ModelShape:
+def shape_of(kind, lora, folder):
     config, choice = folder / "config.json", folder / "lora.yaml"
     config.write_text(json.dumps(settings(kind)))
     choice.write_text(json.dumps(adapters(kind)))
@@ -56,7 +52,7 @@ def shape_of(kind: str, lora: bool, folder: Path) -> ModelShape:
     return ModelShape(wish, read_machine("cpu"))
 
 
-def train(kind: str, lora: bool, length: int, workers: int, **options: Any) -> dict[str, Any]:
+def train(kind, lora, length, workers, **options):
     """The report of a step with a plan."""
     module = CausalLM(
         from_config(**settings(kind)).model,
@@ -67,15 +63,14 @@ def train(kind: str, lora: bool, length: int, workers: int, **options: Any) -> d
     trainer = trainer_of(ours(num_microbatches=2 * workers, **options), devices=workers)
     with quiet():
         trainer.fit(module, loader([{"input_ids": tokens, "labels": tokens}] * 2))
-    report: dict[str, Any] = trainer.strategy.report()  # type: ignore[attr-defined]
-    return report
+    return trainer.strategy.report()
 
 
 @pytest.mark.parametrize(
     ("kind", "lora", "tile"),
     [("llama", False, None), ("qwen3", False, TILE), pytest.param("qwen3_moe", True, TILE, marks=pytest.mark.slow)],
 )
-def test_calls_take_what_is_estimated(kind: str, lora: bool, tile: int | None, tmp_path: Path) -> None:
+def test_calls_take_what_is_estimated(kind, lora, tile, tmp_path):
     shape = shape_of(kind, lora, tmp_path)
     estimated = (shape if tile is None else shape.in_tiles(tile)).costs(1, 256)
     report = train(kind, lora, 256, 1, plan=str(Plan.per_call(len(estimated), 2)), token_tiles=tile)
@@ -90,7 +85,7 @@ def test_calls_take_what_is_estimated(kind: str, lora: bool, tile: int | None, t
     assert head.activation_bytes == pytest.approx(real.activation_bytes, rel=0.03)
 
 
-def fits(*case: Any, **options: Any) -> bool:
+def fits(*case, **options):
     try:
         train(*case, emulation={"memory": MEMORY}, **options)
     except (DoesNotFit, torch.OutOfMemoryError):
@@ -104,9 +99,7 @@ def fits(*case: Any, **options: Any) -> bool:
     ("kind", "lora", "tile", "workers"),
     [("llama", True, None, 2), ("qwen3", False, None, 1), ("qwen3_moe", True, TILE, 1)],
 )
-def test_the_longest_sequence_is_what_trains(
-    kind: str, lora: bool, tile: int | None, workers: int, tmp_path: Path
-) -> None:
+def test_the_longest_sequence_is_what_trains(kind, lora, tile, workers, tmp_path):
     """What is said trains, and a tenth more does not: the longest that trains is between them."""
     shape = shape_of(kind, lora, tmp_path)
     shape = shape if tile is None else shape.in_tiles(tile)

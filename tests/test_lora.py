@@ -1,35 +1,29 @@
 """PEFT models work unchanged: frozen weights travel, adapters alone have gradients and optimizer state."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
 import torch
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_same, ours, run, seeded
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
 
 
-def adapted(name: str, **config: Any) -> zoo.ZooModule:
+def adapted(name, **config):
     """``name`` with adapters that differ from the zoo's."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zoo.LORA_SEED)
+    with seeded(zoo.LORA_SEED):
         options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | config
         model = get_peft_model(zoo.make_module(name).model, LoraConfig(**options))
     return zoo.ENTRIES[name].module(model)
 
 
-def trained(name: str, module: zoo.ZooModule | None = None, **options: Any) -> harness.Result:
+def trained(name, module=None, **options):
     chosen = ours(**({"num_microbatches": 3, "loss_weight": "targets"} | options))
     return run(chosen, module or zoo.make_module(name, lora=True), zoo.make_batches(name), devices=2)
 
 
-def logits(model: nn.Module, name: str) -> torch.Tensor:
+def logits(model, name):
     model.eval()
     with torch.no_grad():
         batch = zoo.make_batches(name, 1)[0]
@@ -37,9 +31,8 @@ def logits(model: nn.Module, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3"])
-def test_saved_adapters_load_in_plain_peft(name: str, tmp_path: Path) -> None:
+def test_saved_adapters_load_in_plain_peft(name, tmp_path):
     result = trained(name)
-    assert result.module is not None
     model = result.module.model
     model.save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 200_000
@@ -52,7 +45,7 @@ def test_saved_adapters_load_in_plain_peft(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_modules_that_are_trained_as_a_whole() -> None:
+def test_modules_that_are_trained_as_a_whole():
     """PEFT keeps the original of such a module, frozen, beside the copy that is trained."""
     module = adapted("bert", target_modules=["query", "value"], modules_to_save=["classifier"], task_type="SEQ_CLS")
     plain = run("auto", module, zoo.make_batches("bert"))
@@ -60,13 +53,13 @@ def test_modules_that_are_trained_as_a_whole() -> None:
     assert_same(plain, trained("bert", module))
 
 
-def test_adapted_embedding_and_head() -> None:
+def test_adapted_embedding_and_head():
     module = adapted("llama", target_modules=["embed_tokens", "lm_head", "q_proj"])
     assert_same(run("auto", module, zoo.make_batches("llama")), trained("llama", module))
 
 
 @pytest.mark.slow
-def test_inputs_that_require_gradients() -> None:
+def test_inputs_that_require_gradients():
     """What trainers switch on for PEFT together with a model's own checkpointing: a hook on the embedding."""
     module = zoo.make_module("llama", lora=True)
     module.model.enable_input_require_grads()
@@ -87,6 +80,6 @@ def test_inputs_that_require_gradients() -> None:
         ),
     ],
 )
-def test_kinds_of_adapters(name: str, options: dict[str, Any]) -> None:
+def test_kinds_of_adapters(name, options):
     module = adapted(name, **options)
     assert_same(run("auto", module, zoo.make_batches(name)), trained(name, module))

@@ -3,10 +3,6 @@
 What it is compared with is plain Lightning in fp32 whose modules cast their parameters by themselves, each time.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import harness
 import pytest
 import test_manual
@@ -14,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from harness import assert_same, ours
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 
 from lightning_roundpipe import RoundPipePrecision
@@ -26,9 +22,9 @@ BF16 = torch.bfloat16
 class Linear(nn.Linear):
     """Computes in ``low``; None: in the format that its parameters are in, which is to be that one."""
 
-    low: torch.dtype | None = None
+    low = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.low is None:
             assert self.weight.dtype is self.bias.dtype is x.dtype is not torch.float32
             return F.linear(x, self.weight, self.bias)
@@ -37,32 +33,27 @@ class Linear(nn.Linear):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.out = Linear(8, 8), Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.out(torch.tanh(self.inner(x)))
-
-
-def tower(inside: int, outside: int) -> nn.Sequential:
-    return nn.Sequential(Linear(inside, 8), Block(), Block(), Linear(8, outside))
 
 
 class Low:
     """A module that computes in low precision by hand, if it is told to."""
 
-    low: torch.dtype | None = None
-    copies: dict[tuple[int, bytes], tuple[Tensor, Tensor]]
+    low = None
 
-    def by_hand(self, low: torch.dtype) -> Any:
+    def by_hand(self, low):
         self.low, self.copies = low, {}
-        for module in self.modules():  # type: ignore[attr-defined]
+        for module in self.modules():
             if isinstance(module, Linear):
                 module.low = low
         return self
 
-    def seen(self, tensor: Tensor) -> Tensor:
+    def seen(self, tensor):
         """As training_step sees it: one copy, until it changes."""
         if self.low is None:
             return tensor
@@ -72,29 +63,33 @@ class Low:
                 self.copies[key] = tensor, tensor.to(self.low)
         return self.copies[key][1]
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.low or before)
         try:
-            return super().training_step(batch if self.low is None else batch.to(self.low), batch_idx)  # type: ignore[misc]
+            return super().training_step(batch if self.low is None else batch.to(self.low), batch_idx)
         finally:
             self.copies = {}
             torch.set_default_dtype(before)
 
 
 class Manual(Low, test_manual.Manual):
-    def __init__(self, step: Any, make: Any = None) -> None:
+    def __init__(self, step, make=None):
         super().__init__(step, make)
-        self.trunk, self.one, self.two = tower(6, 8), Linear(8, 1), Linear(8, 1)
+        self.trunk, self.one, self.two = (
+            nn.Sequential(Linear(6, 8), Block(), Block(), Linear(8, 8)),
+            Linear(8, 1),
+            Linear(8, 1),
+        )
 
-    def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, batch):
         hidden = self.trunk(batch)
         # Not in front of both: what comes back from two layers goes through such user code one after the other, in
         # bf16.
         return (self.one(hidden) * self.seen(self.scale)).square().mean(), (self.two(hidden.tanh()) - 1).square().mean()
 
 
-def hand_and_ours(make: Any, devices: int = 2, **options: Any) -> tuple[harness.Result, harness.Result]:
+def hand_and_ours(make, devices=2, **options):
     torch.manual_seed(2)
     module = make()
     emulation = {"poison": True}
@@ -108,12 +103,12 @@ FAST = ("one loss after another", "with closures", "lbfgs", "written to unseen")
 
 
 @pytest.mark.parametrize("way", FAST)
-def test_as_by_hand(way: str) -> None:
+def test_as_by_hand(way):
     step, make = test_manual.WAYS[way]
     assert_same(*hand_and_ours(lambda: Manual(step, make), val_batches=test_manual.samples(1)))
 
 
-def test_memory_of_another_format_is_refused() -> None:
+def test_memory_of_another_format_is_refused():
     """Made of what training_step sees, and put in the place of a master."""
     step, _ = test_manual.WAYS["put elsewhere"]
     with pytest.raises(RoundPipeError, match=r"changed from .* torch.float32 to .* torch.bfloat16"):
@@ -123,7 +118,7 @@ def test_memory_of_another_format_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------------ who sees what
 
 
-def _seeing(self: Any, optimizer: Any, batch: Tensor) -> None:
+def _seeing(self, optimizer, batch):
     low = self.low or BF16
     assert torch.get_default_dtype() is low and batch.dtype is low
     assert self.seen(self.scale).dtype is (self.scale + 0 if self.low is None else self.scale.to(low)).dtype is low
@@ -143,7 +138,7 @@ def _seeing(self: Any, optimizer: Any, batch: Tensor) -> None:
 class Looking(torch.optim.SGD):
     """Goes by what it sees."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         assert torch.get_default_dtype() is not BF16
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -151,7 +146,7 @@ class Looking(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_user_code_sees_copies_and_optimizers_see_masters() -> None:
+def test_user_code_sees_copies_and_optimizers_see_masters():
     plain, result = hand_and_ours(lambda: Manual(_seeing, lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
     assert_same(plain, result)
     module = Manual(_seeing, lambda parameters: Looking(parameters, lr=0.1))
@@ -161,7 +156,7 @@ def test_user_code_sees_copies_and_optimizers_see_masters() -> None:
 # ----------------------------------------------------------------------------------------------------------- in 16-true
 
 
-def _scaled(self: Any, optimizer: Any, batch: Tensor) -> None:
+def _scaled(self, optimizer, batch):
     optimizer.zero_grad()
     loss, other = self.losses(batch)
     self.manual_backward(loss / 64, retain_graph=True)
@@ -171,7 +166,7 @@ def _scaled(self: Any, optimizer: Any, batch: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("scale", "rounding"), [(2.0**17, 1), (2900.0, 1000)])
-def test_losses_are_scaled(scale: float, rounding: int) -> None:
+def test_losses_are_scaled(scale, rounding):
     """As Lightning's own plugin does it for weights that are fp32. The largest one makes the first steps overflow.
 
     What is no power of two is not multiplied in fp16, as it would be there.

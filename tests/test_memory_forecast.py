@@ -4,12 +4,10 @@ Exact with one worker, where all other microbatches of a round wait for it. With
 on a worker depends on who is late: the plan says what it is at the most, and what is certain is the rest.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import harness
 import pytest
@@ -24,27 +22,18 @@ from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.memory.in_flight import InFlight
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.crossing import tensor_bytes
-from lightning_roundpipe.planning.memory import boundary_bytes, device_bytes, planned_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, boundary_bytes, device_bytes
 
 WITHIN = 0.05
-REPORTS: list[dict[str, Any]] = []
+REPORTS = []
 """Of the last run."""
 
 
-def last_report() -> dict[str, Any]:
+def last_report():
     return REPORTS[-1]
 
 
-def peaks_over_plan(
-    module: zoo.ZooModule,
-    batch: Any,
-    devices: int,
-    *,
-    blocking: bool = False,
-    steps: int = 4,
-    precision: Any = "32-true",
-    **options: Any,
-) -> list[float]:
+def peaks_over_plan(module, batch, devices, *, blocking=False, steps=4, precision="32-true", **options):
     """For each worker, the peak of all steps over what was planned for them."""
     with all_reports() as made:
         run(ours(**options), module, [batch] * steps, devices=devices, blocking=blocking, precision=precision)
@@ -57,7 +46,7 @@ def peaks_over_plan(
     return [top / max(planned) for top in tops]
 
 
-def make_plan(kind: str, n: int, microbatches: int) -> str:
+def make_plan(kind, n, microbatches):
     """Of a trace of ``n`` calls."""
     made = {"cut": harness.per_call, "halves": harness.halves}
     name, _, ahead = kind.partition(" ")
@@ -78,7 +67,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(300))
         pytest.param("t5", False, 9, "cut", {}, marks=SLOW),
     ],
 )
-def test_one_worker_holds_what_was_planned(name: str, lora: bool, n: int, kind: str, options: dict[str, Any]) -> None:
+def test_one_worker_holds_what_was_planned(name, lora, n, kind, options):
     batch = zoo.make_batches(name, 1, 8)[0]
     plan = make_plan(kind, n, 4)
     (share,) = peaks_over_plan(zoo.make_module(name, lora), batch, 1, num_microbatches=4, plan=plan, **options)
@@ -87,20 +76,20 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, n: int, kind: 
 
 
 @pytest.mark.slow
-def test_two_workers_hold_no_more_than_planned_and_what_is_certain() -> None:
+def test_two_workers_hold_no_more_than_planned_and_what_is_certain():
     """An odd number of stages, so that each of them comes to both workers."""
     batch, plan_text = zoo.make_batches("llama", 1, 8)[0], make_plan("cut ahead", 6, 4)
     shares = peaks_over_plan(zoo.make_module("llama", True), batch, 2, num_microbatches=4, plan=plan_text)
     assert max(shares) <= 1.0
     report = last_report()
     plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
-    alone = planned_bytes(replace(plan, round_microbatches=1), costs, 2, None)  # none waits
+    alone = WorkerNeeds(replace(plan, round_microbatches=1), costs, 2).planned(None)  # none waits
     assert min(shares) * report["planned_device_bytes"] >= (1 - WITHIN) * alone
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["dense", pytest.param("unet", marks=SLOW)])
-def test_what_user_code_holds_is_planned(name: str, devices: int) -> None:
+def test_what_user_code_holds_is_planned(name, devices):
     """Outputs that its autograd graph saves, and gradients of outputs that several layers take."""
     plan = make_plan("cut", CALLS, 4)
     shares = peaks_over_plan(model(name), batch(name, 64), devices, num_microbatches=4, plan=plan)
@@ -110,13 +99,11 @@ def test_what_user_code_holds_is_planned(name: str, devices: int) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("name", "n"), [("llama", 6), ("unet", CALLS), ("dense", CALLS), ("t5", 9)])
-def test_the_host_keeps_the_inputs_that_the_plan_counts(
-    name: str, n: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_keeps_the_inputs_that_the_plan_counts(name, n, ahead, monkeypatch):
     """Ahead, outputs that only calls of their own stage take are made again."""
     kept, expect_gradients = list[int](), Tape.expect_gradients
 
-    def count(tape: Tape) -> None:
+    def count(tape):
         if not tape.spec.measures:
             saved = {id(each): each for call in tape.pending for each in call.inputs.saved}
             kept.append(sum(tensor_bytes(each.tensor) for each in saved.values()))
@@ -136,7 +123,7 @@ def test_the_host_keeps_the_inputs_that_the_plan_counts(
 
 
 @pytest.mark.slow
-def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead() -> None:
+def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead():
     """Down to none: then everything comes in its turn, and the peak is what the plan itself needs."""
     module, batch = zoo.make_module("llama"), zoo.make_batches("llama", 1, 8)[0]
     plan = make_plan("halves", 6, 4)
@@ -150,7 +137,7 @@ def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead() -> None:
         assert 1 - WITHIN <= share <= 1.0 if budget == need else share <= 1.0
 
 
-def test_calls_in_flight_keep_memory_and_no_graphs() -> None:
+def test_calls_in_flight_keep_memory_and_no_graphs():
     """A graph would keep what autograd has saved, and the inputs of the call that has made it."""
     flying, end = InFlight(), cast(Event, None)
     saved = torch.ones(3, requires_grad=True) * 2

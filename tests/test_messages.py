@@ -1,10 +1,7 @@
 """Everything that the package says, found in its source: mechanical rules that reading alone would miss."""
 
-from __future__ import annotations
-
 import ast
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_roundpipe import RoundPipeWarning
@@ -20,12 +17,12 @@ PREFIXED = {"hints"}
 """Objects whose methods of these names put the prefix in front themselves; see `engine.hints`."""
 
 
-def calls() -> Iterator[tuple[Path, ast.Call]]:
+def calls():
     for file in FILES:
         yield from ((file, node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
 
 
-def test_what_is_said_begins_with_our_name() -> None:
+def test_what_is_said_begins_with_our_name():
     found = []
     for file, node in calls():
         if not (node.args and _name(node.func) in SAID):
@@ -38,11 +35,11 @@ def test_what_is_said_begins_with_our_name() -> None:
     assert not found, "\n".join(found)
 
 
-def _name(node: ast.expr) -> str:
+def _name(node):
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_prefixed(text: ast.expr, file: Path) -> bool:
+def _is_prefixed(text, file):
     if isinstance(text, ast.BinOp):
         return _is_prefixed(text.left, file)
     if isinstance(text, ast.JoinedStr):
@@ -53,7 +50,7 @@ def _is_prefixed(text: ast.expr, file: Path) -> bool:
     return _name(text) == "PREFIX" or (file.name == "messages.py" and _name(text) == "text")  # which asserts it
 
 
-def test_warnings_are_of_our_category() -> None:
+def test_warnings_are_of_our_category():
     """Only `messages.warn` warns, so that one filter silences all that the package warns of."""
     direct = [
         f"{file.name}:{call.lineno}"
@@ -63,7 +60,7 @@ def test_warnings_are_of_our_category() -> None:
     assert not direct
 
 
-def test_a_warning_names_the_users_line() -> None:
+def test_a_warning_names_the_users_line():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn("roundpipe: this is tried.")
@@ -73,7 +70,7 @@ def test_a_warning_names_the_users_line() -> None:
     assert str(warning.message) == "roundpipe: this is tried."
 
 
-def test_words_for_numbers() -> None:
+def test_words_for_numbers():
     assert [plural(n, "worker") for n in (0, 1, 2, 12345)] == ["0 workers", "1 worker", "2 workers", "12,345 workers"]
     assert plural(1, "microbatch") == "1 microbatch"
     assert plural(3, "microbatch") == "3 microbatches"

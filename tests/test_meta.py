@@ -1,13 +1,6 @@
 """Modules that are built on the meta device in `configure_model`: filled there, or from a checkpoint."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import harness
-import lightning.pytorch as pl
 import pytest
 import zoo
 from harness import assert_identical, assert_same, loader, ours, run, trainer_of
@@ -15,23 +8,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-Build = Callable[[pl.LightningModule], nn.Module]
-
 
 class Late(zoo.CausalLM):
     """Builds its model in `configure_model`."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build):
         super().__init__(nn.Identity())
         self.build = build
         self.built = False
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not self.built:
             self.model, self.built = self.build(self), True
 
 
-def on_meta(name: str) -> nn.Module:
+def on_meta(name):
     """The zoo's model without values; what no checkpoint has is computed."""
     model = zoo.make_module(name).model
     tables = {key for key, _ in model.named_buffers()} - model.state_dict().keys()
@@ -44,8 +35,8 @@ def on_meta(name: str) -> nn.Module:
     return model
 
 
-def filled_in(name: str, path: Path) -> Build:
-    def build(module: pl.LightningModule) -> nn.Module:
+def filled_in(name, path):
+    def build(module):
         model = on_meta(name)
         model.load_state_dict(load_file(path), assign=True)
         return model
@@ -53,7 +44,7 @@ def filled_in(name: str, path: Path) -> Build:
     return build
 
 
-def test_weights_are_put_into_it(tmp_path: Path) -> None:
+def test_weights_are_put_into_it(tmp_path):
     """As plain Lightning trains what was built with them."""
     usual, batches = zoo.make_module("llama"), zoo.make_batches("llama")
     save_file(usual.model.state_dict(), tmp_path / "a.safetensors")
@@ -61,17 +52,17 @@ def test_weights_are_put_into_it(tmp_path: Path) -> None:
     assert_same(run("auto", usual, batches), found)
 
 
-BUILDS: dict[str, Build] = {"meta": lambda module: on_meta("gpt2"), "empty": lambda module: empty(module, "gpt2")}
+BUILDS = {"meta": lambda module: on_meta("gpt2"), "empty": lambda module: empty(module, "gpt2")}
 
 
-def empty(module: pl.LightningModule, name: str) -> nn.Module:
+def empty(module, name):
     """In Lightning's own words for it."""
     with module.trainer.init_module(empty_init=True):
         return zoo.make_module(name).model
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     """Of a model with tied weights, after a step of plain training."""
     path = tmp_path_factory.mktemp("meta") / "at.ckpt"
     trainer = trainer_of(max_steps=1)
@@ -84,9 +75,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("how", "precision"), [("empty", "32-true"), pytest.param("meta", "bf16-true", marks=pytest.mark.slow)]
 )
-def test_a_checkpoint_is_loaded_into_it(how: str, precision: str, checkpoint: Path) -> None:
+def test_a_checkpoint_is_loaded_into_it(how, precision, checkpoint):
     batches = zoo.make_batches("gpt2", 3)
-    options: dict[str, Any] = {"fit": {"ckpt_path": checkpoint}, "precision": precision, "max_epochs": 2}
+    options = {"fit": {"ckpt_path": checkpoint}, "precision": precision, "max_epochs": 2}
     results = []
     for build in (lambda module: zoo.make_module("gpt2").model, BUILDS[how]):
         results.append(run(ours(num_microbatches=3), Late(build), batches, devices=2, **options))
@@ -96,7 +87,7 @@ def test_a_checkpoint_is_loaded_into_it(how: str, precision: str, checkpoint: Pa
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_validating_what_a_checkpoint_fills(checkpoint: Path) -> None:
+def test_validating_what_a_checkpoint_fills(checkpoint):
     values = []
     for strategy, build in (("auto", lambda module: zoo.make_module("gpt2").model), (ours(), BUILDS["meta"])):
         trainer = trainer_of(strategy)

@@ -1,24 +1,20 @@
 """Mixtures of experts: recomputation routes as the forward did, and experts may be idle."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from typing import Any
 
 import harness
-import pytest
 import torch
 import zoo
 from harness import ours, run
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
 
-def test_recomputation_routes_as_the_forward_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_routes_as_the_forward_did(monkeypatch):
     """To the bit, and from the same numbers."""
-    routed: dict[bytes, list[torch.Tensor]] = defaultdict(list)
+    routed = defaultdict(list)
     real = GptOssTopKRouter.forward
 
-    def forward(self: Any, hidden: torch.Tensor) -> Any:
+    def forward(self, hidden):
         out = real(self, hidden)
         key = b"".join(t.detach().numpy().tobytes() for t in (hidden, self.weight, self.bias))
         routed[key].append(out[-1].detach().clone())

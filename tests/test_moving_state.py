@@ -3,8 +3,6 @@
 Buffers are kept for it, and batches are copied: a data set may fill the same memory for the next one.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -12,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from harness import Result, assert_same, ours, run
+from harness import assert_same, ours, run, seeded
 from harness import trainer_of as trainer
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from traps import Block, Net
 
@@ -27,17 +24,17 @@ PLAN = "forward 0-1 2-3; fused 4; backward 2-3 0-1; round 4"
 class Scaled(Block):
     """Reads a buffer that only user code writes to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.ones(zoo.WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * self.scale
 
 
 class FilledInStep(zoo.PlainClassifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.model.blocks[1].scale.fill_(1 + 0.1 * batch_idx)  # type: ignore[union-attr, index, operator]
+    def training_step(self, batch, batch_idx):
+        self.model.blocks[1].scale.fill_(1 + 0.1 * batch_idx)
         return super().training_step(batch, batch_idx)
 
 
@@ -46,37 +43,36 @@ class DataBetween(zoo.PlainClassifier):
 
     roundpipe_passive_hooks = True
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.model.blocks[0].scale.data.mul_(1.2)  # type: ignore[union-attr, index, operator]
-        self.model.blocks[1].scale.numpy()[:2] += 0.1  # type: ignore[union-attr, index, operator]
-        self.model.blocks[2].scale.data = self.model.blocks[0].scale + 0.1  # type: ignore[union-attr, index, operator]
+    def on_train_batch_end(self, *_):
+        self.model.blocks[0].scale.data.mul_(1.2)
+        self.model.blocks[1].scale.numpy()[:2] += 0.1
+        self.model.blocks[2].scale.data = self.model.blocks[0].scale + 0.1
 
 
 class ReplacedBetween(zoo.PlainClassifier):
     roundpipe_passive_hooks = True
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for block in self.model.blocks:  # type: ignore[union-attr]
-            block.scale = torch.full((zoo.WIDTH,), 1 + 0.1 * batch_idx)  # type: ignore[union-attr]
+    def on_train_batch_start(self, batch, batch_idx):
+        for block in self.model.blocks:
+            block.scale = torch.full((zoo.WIDTH,), 1 + 0.1 * batch_idx)
 
 
-CASES: dict[str, tuple[type[zoo.PlainClassifier], type[Block]]] = {
+CASES = {
     "a buffer in the step": (FilledInStep, Scaled),
     "a buffer's data between steps": (DataBetween, Scaled),
     "another buffer": (ReplacedBetween, Scaled),
 }
 
 
-def train(strategy: Any, kind: type[zoo.PlainClassifier], block: type[Block], devices: int = 1) -> Result:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+def train(strategy, kind, block, devices=1):
+    with seeded(5):
         module = kind(Net(block))
     batches = zoo.make_batches("mlp", count=6, samples=8)
     return run(strategy, module, batches, devices=devices, watch=False)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_recomputation_sees_it_as_the_forward_did(name: str) -> None:
+def test_recomputation_sees_it_as_the_forward_did(name):
     plain = train("auto", *CASES[name])
     assert_same(plain, train(ours(num_microbatches=4, plan=PLAN), *CASES[name], devices=2))
 
@@ -84,15 +80,15 @@ def test_recomputation_sees_it_as_the_forward_did(name: str) -> None:
 class Refilling(Dataset[Any]):
     """Gives each batch in the same arrays."""
 
-    def __init__(self, *, as_tensors: bool = True) -> None:
+    def __init__(self, *, as_tensors=True):
         self.batches = zoo.make_batches("mlp", count=6, samples=8)
         self.arrays = {key: value.numpy().copy() for key, value in self.batches[0].items()}
         self.as_tensors = as_tensors
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.batches)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         for key, value in self.batches[index].items():
             self.arrays[key][:] = value.numpy()
         return {k: torch.from_numpy(v) for k, v in self.arrays.items()} if self.as_tensors else dict(self.arrays)
@@ -101,18 +97,16 @@ class Refilling(Dataset[Any]):
 class UsesBatchBetween(zoo.PlainClassifier):
     """Code between layers computes with the batch, and its backward with it once more."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         batch = {key: torch.as_tensor(value) for key, value in batch.items()}
         model = self.model
-        h = model.stem(batch["x"])  # type: ignore[union-attr, operator]
-        for block in model.blocks:  # type: ignore[union-attr]
+        h = model.stem(batch["x"])
+        for block in model.blocks:
             h = block(h) * (1 + batch["x"].mean(1, keepdim=True))
-        return torch.nn.functional.cross_entropy(model.head(h), batch["y"])  # type: ignore[union-attr, operator]
+        return torch.nn.functional.cross_entropy(model.head(h), batch["y"])
 
 
-def refilled(
-    strategy: Any, module: torch.nn.Module, devices: int, *, as_tensors: bool, parts: int = 0
-) -> dict[str, Tensor]:
+def refilled(strategy, module, devices, *, as_tensors, parts=0):
     """Weights after training on batches as they come, or on their ``parts``: arrays are not cut."""
     module = copy.deepcopy(module)
     torch.manual_seed(1)
@@ -123,17 +117,16 @@ def refilled(
             if parts
             else batch
         )
-    trainer(strategy, devices=devices).fit(module, data)  # type: ignore[arg-type]
+    trainer(strategy, devices=devices).fit(module, data)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 @pytest.mark.parametrize("as_tensors", [True, False])
-def test_batches_in_the_same_memory(as_tensors: bool) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+def test_batches_in_the_same_memory(as_tensors):
+    with seeded(5):
         module = UsesBatchBetween(Net(Block))
     plain = refilled("auto", module, 1, as_tensors=as_tensors)
-    options: dict[str, Any] = {"num_microbatches": 4} if as_tensors else {}
+    options = {"num_microbatches": 4} if as_tensors else {}
     parts = 0 if as_tensors else 4
     other = refilled(ours(**options, plan=PLAN), module, 2, as_tensors=as_tensors, parts=parts)
     for name, value in plain.items():

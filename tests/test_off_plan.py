@@ -1,16 +1,12 @@
 """Batches that call layers otherwise than the first ones: their microbatches leave the plan and go on one by one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same, ours, run
-from torch import Tensor, nn
+from harness import Learner, assert_same, ours, run, seeded
+from torch import nn
 
 Batch = dict[str, Any]
 HARD = {"poison": True, "delay_seed": 3}
@@ -19,36 +15,31 @@ HARD = {"poison": True, "delay_seed": 3}
 class Model(nn.Module):
     """Blocks and three heads. It can end early, and change its input."""
 
-    def __init__(self, drop: float) -> None:
+    def __init__(self, drop):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(drop)) for _ in range(4))
         self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
 
-    def forward(self, x: Tensor, head: int = 0, depth: int = 4, order: Any = (0, 1, 2, 3)) -> Tensor:
+    def forward(self, x, head=0, depth=4, order=(0, 1, 2, 3)):
         for at in order[:depth]:
             x = self.blocks[at](x)
-        out: Tensor = self.heads[head](x)
-        return out
+        return self.heads[head](x)
 
 
-class Module(pl.LightningModule):
-    def __init__(self, step: Callable[[Any, Batch, int], Tensor], drop: float = 0.0) -> None:
+class Module(Learner, optimizer=torch.optim.AdamW, lr=0.02):
+    def __init__(self, step, drop=0.0):
         super().__init__()
         self.step = step
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.model = Model(drop)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.step(self, batch, batch_idx)
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
 
-
-def data(count: int = 9) -> list[Batch]:
+def data(count=9):
     generator = torch.Generator().manual_seed(1)
     return [
         {"x": torch.randn(8, 8, generator=generator), "y": torch.randint(3, (8,), generator=generator)}
@@ -56,11 +47,11 @@ def data(count: int = 9) -> list[Batch]:
     ]
 
 
-def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+def cross_entropy(logits, batch):
     return F.cross_entropy(logits, batch["y"])
 
 
-def with_a_second_loss(module: Any, batch: Batch, index: int) -> Tensor:
+def with_a_second_loss(module, batch, index):
     """A term that begins after some steps, as auxiliary and consistency losses do."""
     loss = cross_entropy(module.model(batch["x"]), batch)
     if module.global_step >= 3:
@@ -68,7 +59,7 @@ def with_a_second_loss(module: Any, batch: Batch, index: int) -> Tensor:
     return loss
 
 
-def with_a_teacher(module: Any, batch: Batch, index: int, behind: int = -1) -> Tensor:
+def with_a_teacher(module, batch, index, behind=-1):
     """A pass without gradients in every third batch, in front of one with gradients, and in others ``behind`` it."""
     known = torch.zeros(8, 3)[: len(batch["x"])]
     if index % 3 == 1:
@@ -81,7 +72,7 @@ def with_a_teacher(module: Any, batch: Batch, index: int, behind: int = -1) -> T
     return cross_entropy(logits, batch) + 0.1 * (logits - known.to(logits)).square().mean()
 
 
-STEPS: dict[str, Callable[[Any, Batch, int], Tensor]] = {
+STEPS = {
     "a head for each batch": lambda m, b, i: cross_entropy(m.model(b["x"], head=i % 3), b),
     "a model that grows": lambda m, b, i: cross_entropy(m.model(b["x"], depth=min(4, 1 + m.global_step // 2)), b),
     "a second loss": with_a_second_loss,
@@ -93,22 +84,20 @@ STEPS: dict[str, Callable[[Any, Batch, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_other_calls_give_what_plain_training_gives(name: str) -> None:
+def test_other_calls_give_what_plain_training_gives(name):
     module = Module(STEPS[name])
     result = run(ours(num_microbatches=4, emulation=HARD), module, data(), devices=3)
     assert_same(run("auto", module, data()), result)
 
 
-def test_the_next_batches_are_learned_until_a_plan_has_the_calls() -> None:
+def test_the_next_batches_are_learned_until_a_plan_has_the_calls():
     result = run(ours(num_microbatches=4), Module(with_a_second_loss), data(), devices=2)
-    assert result.report is not None
     assert not result.report["profiled"]
     assert all(slot["round"] >= 0 for slot in result.report["slots"]), "the plan has them"
 
 
-def test_a_given_plan_is_kept() -> None:
+def test_a_given_plan_is_kept():
     module, plan = Module(STEPS["a head for each batch"]), "forward 0-1; fused 2-4; backward 0-1; round 2"
     result = run(ours(num_microbatches=4, plan=plan), module, data(4), devices=2)
     assert_same(run("auto", module, data(4)), result)
-    assert result.report is not None
     assert result.report["plan"].startswith("forward 0-1; fused 2-4")

@@ -4,13 +4,9 @@
 last update.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time
-from collections.abc import Callable
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
@@ -18,8 +14,8 @@ import pytest
 import torch
 import zoo
 from harness import Result, ours, run
-from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
+from torch import nn
+from torch.optim import SGD, Adafactor, Adagrad, AdamW
 
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.updates import bucket_stepper
@@ -28,17 +24,15 @@ from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 LAYERS = ["Linear", "ResidualBlock"]
 BATCHES = zoo.make_batches("mlp", 6)
 
-Make = Callable[[list[nn.Parameter]], Optimizer]
-
 
 class Trained(zoo.PlainClassifier):
     """The zoo's MLP with an optimizer of one's choice; two groups, of different rates."""
 
-    def __init__(self, make: Make, schedule: bool = False) -> None:
+    def __init__(self, make, schedule=False):
         super().__init__(copy.deepcopy(zoo.make_module("mlp").model))
         self.make, self.schedule = make, schedule
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         head = [id(p) for p in self.model.head.parameters()]
         optimizer = self.make([p for p in self.parameters() if id(p) not in head])
         optimizer.add_param_group({"params": list(self.model.head.parameters()), "lr": 0.5 * optimizer.defaults["lr"]})
@@ -48,7 +42,7 @@ class Trained(zoo.PlainClassifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS = {
     "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
     "adafactor": lambda p: Adafactor(p, lr=0.02),
@@ -57,19 +51,15 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def many(steps: int) -> list[Any]:
+def many(steps):
     return list(itertools.islice(itertools.cycle(BATCHES), steps))
 
 
-def assert_losses_close(plain: Result, other: Result, tolerance: float = 1e-4) -> None:
+def assert_losses_close(plain, other, tolerance=1e-4):
     assert len(plain.losses) == len(other.losses)
     for step, (a, b) in enumerate(zip(plain.losses, other.losses, strict=True)):
         gap = float((a - b).abs() / a.abs())
         assert gap <= tolerance, f"step {step}: loss {float(b):.7g} instead of {float(a):.7g}, off by {gap:.2g}"
-
-
-def is_apart(strategy: Any) -> bool:
-    return bool(strategy._stepping.asynchronous)
 
 
 class Apart(pl.Callback):
@@ -77,17 +67,17 @@ class Apart(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
-        self.seen: set[bool] = set()
+    def __init__(self):
+        self.seen = set()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.seen.add(is_apart(trainer.strategy))
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.add(bool(trainer.strategy._stepping.asynchronous))
 
 
 # ------------------------------------------------------------------------------------------------------- staleness 0
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "alone": {},
     "norm": {"gradient_clip_val": 0.3},
     "value": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
@@ -106,11 +96,11 @@ WAYS: dict[str, dict[str, Any]] = {
         ("adagrad", "alone"),
     ],
 )
-def test_as_in_plain_training(name: str, way: str) -> None:
+def test_as_in_plain_training(name, way):
     as_in_plain_training(name, WAYS[way], 16)
 
 
-def as_in_plain_training(name: str, options: dict[str, Any], steps: int) -> None:
+def as_in_plain_training(name, options, steps):
     """A scheduler, two groups, microbatches on three workers."""
     module = Trained(OPTIMIZERS[name], schedule=True)
     apart = Apart()
@@ -119,8 +109,8 @@ def as_in_plain_training(name: str, options: dict[str, Any], steps: int) -> None
     result = run(strategy, module, many(steps), devices=3, callbacks=[apart], **options)
     assert apart.seen == {True}
     assert_losses_close(plain, result)
-    assert plain.trainer.global_step == result.trainer.global_step  # type: ignore[union-attr]
-    groups = [r.trainer.optimizers[0].param_groups for r in (plain, result)]  # type: ignore[union-attr]
+    assert plain.trainer.global_step == result.trainer.global_step
+    groups = [r.trainer.optimizers[0].param_groups for r in (plain, result)]
     rates = [[group["lr"] for group in each] for each in groups]
     assert rates[0] == rates[1]
     assert groups[1][0].get("fused") == groups[0][0].get("fused"), "the user's groups were written to"
@@ -129,10 +119,10 @@ def as_in_plain_training(name: str, options: dict[str, Any], steps: int) -> None
 # ------------------------------------------------------------------------------------------------------- staleness 1
 
 
-def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, accumulate: int = 1) -> list[Tensor]:
+def delayed(module, batches, *, clip=None, accumulate=1):
     """The losses of a plain loop in which step k computes with the weights before update k - 1."""
     newest = copy.deepcopy(module)
-    newest.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    newest.log = lambda *args, **kwargs: None
     configured = newest.configure_optimizers()
     optimizer, schedule = configured, None
     if isinstance(configured, dict):
@@ -141,7 +131,7 @@ def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, a
     losses = []
     for start in range(0, len(batches), accumulate):
         old = copy.deepcopy(before)
-        old.log = newest.log  # type: ignore[method-assign]
+        old.log = newest.log
         for batch in batches[start : start + accumulate]:
             loss = old.training_step(batch, 0)
             losses.append(loss.detach() / accumulate)  # as callbacks are given it
@@ -161,9 +151,7 @@ def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, a
     ("name", "clip", "accumulate", "microbatches"),
     [("momentum", None, 1, 4), pytest.param("adamw", 0.3, 3, 4, marks=pytest.mark.slow)],
 )
-def test_exactly_one_step_late(
-    name: str, clip: float | None, accumulate: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exactly_one_step_late(name, clip, accumulate, microbatches, monkeypatch):
     """Working copies take their time, so that an upload that does not wait for its version finds the one before."""
     refresh = ParamBucket.refresh
     monkeypatch.setattr(ParamBucket, "refresh", lambda bucket, **how: (time.sleep(0.01), refresh(bucket, **how)))
@@ -183,21 +171,21 @@ def test_exactly_one_step_late(
 class late_updates:
     """Each bucket's update takes ``seconds`` longer."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self.seconds = seconds
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.real, self.piece = BucketStepper._apply, bucket_stepper.PIECE
         bucket_stepper.PIECE = 0
 
-        def apply(updates: BucketStepper, *args: Any) -> None:
+        def apply(updates, *args):
             time.sleep(self.seconds)
             self.real(updates, *args)
 
-        BucketStepper._apply = apply  # type: ignore[method-assign]
+        BucketStepper._apply = apply
 
-    def __exit__(self, *_: Any) -> None:
-        BucketStepper._apply = self.real  # type: ignore[method-assign]
+    def __exit__(self, *_):
+        BucketStepper._apply = self.real
         bucket_stepper.PIECE = self.piece
 
 
@@ -206,15 +194,15 @@ class Norms(pl.Callback):
 
     roundpipe_passive_hooks = True  # not quite: it asks for state dicts, which wait by themselves
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, int]] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         states = len(trainer.optimizers[0].state_dict()["state"])
         self.seen.append((float(sum(p.detach().norm() for p in pl_module.parameters())), states))
 
 
-def test_who_looks_sees_whole_updates() -> None:
+def test_who_looks_sees_whole_updates():
     module, seen = Trained(OPTIMIZERS["adamw"]), []
     for strategy, devices in (("auto", 1), (ours(num_microbatches=2, layers=LAYERS), 2)):
         looking, apart = Norms(), Apart()
@@ -230,14 +218,14 @@ def test_who_looks_sees_whole_updates() -> None:
 class Grads(pl.Callback):
     """Looks at gradients when a batch has ended; plain training leaves them until the next backward."""
 
-    def __init__(self) -> None:
-        self.seen: list[float] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         self.seen.append(float(sum(p.grad.norm() for p in pl_module.parameters())))
 
 
-def test_who_may_look_after_each_batch_is_waited_for(said: list[str]) -> None:
+def test_who_may_look_after_each_batch_is_waited_for(said):
     module, seen = Trained(OPTIMIZERS["adamw"]), []
     for strategy, devices in (("auto", 1), (ours(num_microbatches=2, layers=LAYERS), 2)):
         grads = Grads()

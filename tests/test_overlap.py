@@ -4,28 +4,21 @@ Layers here can be held up: `Gate` lets a layer's backward wait until something 
 overlap it never would. Numbers are those of other tests; here it is who runs beside whom, and in which order.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours, run
+from harness import Learner, callback, ours, run, seeded
 from patience import PATIENCE_S, until
-from torch import Tensor, nn
-from torch.optim import SGD
+from torch import nn
 
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.engine.user_sections import UserSections
 from lightning_roundpipe.memory.layer_weights import LayerWeights
-from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper
@@ -43,113 +36,95 @@ class Gate:
         part: the microbatch that is held up; None for both.
     """
 
-    def __init__(self, batch: int, part: int | None = None) -> None:
+    def __init__(self, batch, part=None):
         self.batch, self.part = batch, part
         self.reached, self.opened = threading.Event(), threading.Event()
         self.in_vain = False
 
-    def pass_through(self, batch: int, part: int) -> None:
+    def pass_through(self, batch, part):
         if batch == self.batch and self.part in (None, part):
             self.reached.set()
             self.in_vain |= not self.opened.wait(PATIENCE_S)
 
-    def __deepcopy__(self, memo: Any) -> Gate:
+    def __deepcopy__(self, memo):
         return self
 
 
 class _Held(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Gate, which: Tensor) -> Tensor:
+    def forward(ctx, x, gate, which):
         ctx.gate, ctx.which = gate, which.tolist()
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         ctx.gate.pass_through(*ctx.which)
         return grad, None, None
 
 
 class Layer(nn.Module):
-    def __init__(self, gate: Gate | None = None) -> None:
+    def __init__(self, gate=None):
         super().__init__()
         self.lin = nn.Linear(6, 6)
         self.gate = gate
 
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+    def forward(self, x, which):
         time.sleep(5e-4)  # so that the engine lets others run meanwhile
-        h: Tensor = torch.tanh(self.lin(x))
+        h = torch.tanh(self.lin(x))
         if self.gate is not None:
-            h = _Held.apply(h, self.gate, which)  # type: ignore[no-untyped-call]
+            h = _Held.apply(h, self.gate, which)
         return h
 
 
-def which(batch: Tensor, batch_idx: int) -> Tensor:
+def which(batch, batch_idx):
     """Numbers of the batch and of the microbatch."""
     return torch.tensor([batch_idx, int(batch[0, 0] == BATCHES[batch_idx % 5][2, 0])])
 
 
-class Gated(pl.LightningModule):
+class Gated(Learner):
     """Four layers, the first of which is held up in backward."""
 
-    def __init__(self, gate: Gate, opens: Callable[[Gated, int], None] = lambda module, batch: None) -> None:
+    def __init__(self, gate, opens=lambda module, batch: None):
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with seeded(0):
             self.layers = nn.ModuleList([Layer(gate), Layer(), Layer(), Layer()])
         self.gate, self.opens = gate, opens
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.opens(self, batch_idx)
         h = batch
         for layer in self.layers:
             h = layer(h, which(batch, batch_idx))
         return h.square().mean()
 
-    def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=0.1)
 
-
-class AtTheEnd(pl.Callback):
-    roundpipe_passive_hooks = True
-
-    def __init__(self, act: Callable[[int], None]) -> None:
-        self._act = act
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._act(batch_idx)
-
-
-def fit(
-    module: pl.LightningModule, *callbacks: pl.Callback, staleness: int = 0, plan: str = PLAN, **options: Any
-) -> harness.Result:
+def fit(module, *callbacks, staleness=0, plan=PLAN, **options):
     strategy = ours(
         num_microbatches=2, layers=["Layer"], plan=plan, staleness=staleness, watchdog_timeout=3 * PATIENCE_S
     )
     return run(strategy, module, BATCHES, devices=2, callbacks=callbacks, watch=False, **options)
 
 
-def test_training_step_returns_before_its_backward_is_over() -> None:
+def test_training_step_returns_before_its_backward_is_over():
     gate = Gate(2)
 
-    def end(batch: int) -> None:
+    def end(batch):
         if batch == 2:
             gate.opened.set()
 
     plain = run("auto", Gated(Gate(-1)), BATCHES, watch=False)
-    result = fit(Gated(gate), AtTheEnd(end))
+    result = fit(Gated(gate), callback(passive=True, on_train_batch_end=lambda t, m, o, b, batch_idx: end(batch_idx)))
     assert gate.reached.is_set() and not gate.in_vain
     harness.assert_tensors_same(plain.state, result.state)
 
 
 @pytest.mark.parametrize(("plan", "part"), [(PLAN, None), (ONE_STAGE, 1)], ids=["in other stages", "in the same stage"])
-def test_layers_are_stepped_while_earlier_ones_still_run_backward(
-    plan: str, part: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_stepped_while_earlier_ones_still_run_backward(plan, part, monkeypatch):
     """A layer is, once the last microbatch's backward has left it."""
     gate, stepped = Gate(2, part), list[int]()
     real = BucketStepper._apply
 
-    def apply(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates, step, gathered):
         real(updates, step, gathered)
         if step.number == 3 and not gate.opened.is_set():
             stepped.extend(bucket.index for bucket in gathered)
@@ -162,10 +137,10 @@ def test_layers_are_stepped_while_earlier_ones_still_run_backward(
     assert gate.reached.is_set() and not gate.in_vain, stepped
 
 
-def test_the_next_forward_begins_before_backward_is_over() -> None:
+def test_the_next_forward_begins_before_backward_is_over():
     gate = Gate(2, 1)
 
-    def opens(module: Gated, batch: int) -> None:
+    def opens(module, batch):
         if batch == 3:  # user code of the next step, whose first layers run behind it
             gate.opened.set()
 
@@ -176,11 +151,11 @@ def test_the_next_forward_begins_before_backward_is_over() -> None:
 class Reading(Gated):
     """Code between layers reads a weight, in backward too; and a hook there asks for the lock."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate):
         super().__init__(gate)
         self.scale = nn.Parameter(torch.ones(6))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         h = batch * self.scale
         for layer in self.layers:
             h = layer(h, which(batch, batch_idx)) * self.scale
@@ -189,7 +164,7 @@ class Reading(Gated):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("forgets", [False, True])
-def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_user_code_reads(staleness, forgets, monkeypatch):
     """They are stepped when all microbatches have ended; the next user code waits for that, without the baton."""
     if forgets:  # as if user code had not read it before
         monkeypatch.setattr(UserSections, "enter", _forgetting(UserSections.enter))
@@ -203,8 +178,8 @@ def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch
         harness.assert_tensors_same(plain.state, result.state, rtol=1e-5, atol=1e-6)
 
 
-def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
-    def enter(self: UserSections, *args: Any) -> None:
+def _forgetting(real):
+    def enter(self, *args):
         self.context.learned.read_by_user_code = frozenset()
         real(self, *args)
 
@@ -213,36 +188,34 @@ def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("fetching", [False, True])
-def test_what_fails_in_backward_is_raised_at_the_next_step(
-    staleness: int, fetching: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_in_backward_is_raised_at_the_next_step(staleness, fetching, monkeypatch):
     """Whether the optimizer waits for the next layer to come, or for its gradients that are coming down then."""
-    begun: list[int] = []
+    begun = []
     stepped, real = threading.Event(), BucketStepper._apply
 
-    def apply(updates: BucketStepper, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates, step, gathered):
         real(updates, step, gathered)
         if step.number == 3 and not fetching:
             stepped.set()
 
     class Failing(Gate):
-        def pass_through(self, batch: int, part: int) -> None:
+        def pass_through(self, batch, part):
             if batch == self.batch:
                 assert stepped.wait(PATIENCE_S), "no layer behind it is stepped"
                 raise ZeroDivisionError("planted")
 
-    def gather(updates: BucketStepper, bucket: ParamBucket, step: Any) -> Any:
+    def gather(updates, bucket, step):
         if fetching and updates.applying and step.number == 3:
             stepped.set()
             until(lambda: any(cancel_scope.failed for cancel_scope in running))
             raise StreamAborted("a device was aborted because another thread failed.")
         return real_gather(updates, bucket, step)
 
-    def attach(updates: AsyncOptimizer, cancel_scope: CancelScope) -> None:
+    def attach(updates, cancel_scope):
         running.append(cancel_scope)
         real_attach(updates, cancel_scope)
 
-    running: list[CancelScope] = []
+    running = []
     real_gather, real_attach = BucketStepper._gather, AsyncOptimizer.attach
     monkeypatch.setattr(AsyncOptimizer, "attach", attach)
     monkeypatch.setattr(BucketStepper, "_gather", gather)
@@ -258,48 +231,23 @@ def test_what_fails_in_backward_is_raised_at_the_next_step(
     assert harness.roundpipe_threads() == []
 
 
-def test_a_step_that_fails_lets_the_one_before_end() -> None:
+def test_a_step_that_fails_lets_the_one_before_end():
     """Its update is a whole one."""
+    trained = []
 
-    def opens(module: Gated, batch: int) -> None:
+    def opens(module, batch):
         if batch == 3:
+            trained.append(module)
             threading.Timer(0.2, module.gate.opened.set).start()
             raise ZeroDivisionError("planted")
 
-    states = []
     for train in (lambda module: run("auto", module, BATCHES, watch=False), fit):
-        module = Gated(Gate(2, 1) if train is fit else Gate(-1), opens)
-        holder: list[Any] = []
         with pytest.raises(ZeroDivisionError):
-            train(_Keeping(module, holder))
-        states.append({name: p.detach().clone() for name, p in holder[-1].named_parameters()})
-    harness.assert_tensors_same(*states)
-
-
-class _Keeping(pl.LightningModule):
-    """A module that says where its trained copy is."""
-
-    def __init__(self, inner: Gated, holder: list[Any]) -> None:
-        super().__init__()
-        self.inner, self.holder = inner, holder
-
-    def __deepcopy__(self, memo: Any) -> _Keeping:
-        return self
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.holder[:] = [self.inner]
-        return self.inner.training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return self.inner.configure_optimizers()
+            train(Gated(Gate(2, 1) if train is fit else Gate(-1), opens))
+    harness.assert_tensors_same(*(dict(module.state_dict()) for module in trained))
 
 
 # ------------------------------------------------------------------------------------------------------ ordering rules
-
-
-class Dropping(Layer):
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(x, which), 0.2)
 
 
 class Looking(pl.Callback):
@@ -307,11 +255,11 @@ class Looking(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
-        self.on_its_way: list[bool] = []
-        self.found: list[Any] = []
+    def __init__(self):
+        self.on_its_way = []
+        self.found = []
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         engine = getattr(trainer.strategy, "_engine", None)
         self.on_its_way.append(engine is not None and engine._step_in_flight is not None)
         for _ in range(20):
@@ -321,14 +269,14 @@ class Looking(pl.Callback):
 
 @pytest.mark.parametrize("always_away", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_who_shares_the_process_takes_turns(precision: Any, always_away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_shares_the_process_takes_turns(precision, always_away, monkeypatch):
     """Layers that draw go on beside the next step, and neither they nor the main thread find what the other one has
     done to generators or to torch's default dtype."""
     if always_away:
         monkeypatch.setattr("lightning_roundpipe.engine.executor.LONG_S", 0.0)
     begin, drawing, dtypes, disturbed = AsyncOptimizer.begin, threading.Event(), set(), list[bool]()
 
-    def slowly(self: AsyncOptimizer, *, zero_grad: bool) -> None:
+    def slowly(self, *, zero_grad):
         drawing.clear()
         drawing.wait(0.2)  # the main thread is in the engine, and a layer, if a step is in flight, draws
         begin(self, zero_grad=zero_grad)
@@ -336,14 +284,14 @@ def test_who_shares_the_process_takes_turns(precision: Any, always_away: bool, m
     monkeypatch.setattr(AsyncOptimizer, "begin", slowly)
 
     class Noting(Layer):
-        def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        def forward(self, x, which):
             for _ in range(10):
                 time.sleep(5e-4)
                 dtypes.add(torch.get_default_dtype())
             return super().forward(x, which)
 
     class Dropping(Layer):
-        def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        def forward(self, x, which):
             h = super().forward(x, which)
             drawing.set()
             for _ in range(10):
@@ -353,10 +301,9 @@ def test_who_shares_the_process_takes_turns(precision: Any, always_away: bool, m
                 h = nn.functional.dropout(h, 0.05)
             return h
 
-    def train(strategy: Any) -> tuple[Looking, dict[str, Tensor]]:
+    def train(strategy):
         module, looking = Gated(Gate(-1)), Looking()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
+        with seeded(3):
             module.layers[0], module.layers[1], module.layers[2] = Noting(), Dropping(), Noting()
             torch.manual_seed(5)
             random.seed(5)

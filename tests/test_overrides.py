@@ -1,12 +1,9 @@
 """The command line of `roundpipe-train`: help, what was meant, and the command that goes on with a run."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -19,15 +16,15 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 MODEL = ["model=folder", "model.folder=/m", "data=topics"]
 
 
-def composed(*overrides: str) -> Any:
+def composed(*overrides):
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
         return compose("train", ["hydra.runtime.output_dir=/run", *overrides])
 
 
-def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+def said(arguments, monkeypatch, capsys):
     """The exit status, and what was printed."""
     monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
-    code: Any = 0
+    code = 0
     try:
         train.main()
     except SystemExit as error:
@@ -36,10 +33,7 @@ def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     return code, printed.out + printed.err
 
 
-# -- defaults ----------------------------------------------------------------------------------------------------------
-
-
-def test_no_experiment_is_applied_unless_it_is_asked_for() -> None:
+def test_no_experiment_is_applied_unless_it_is_asked_for():
     """What a run takes that names a model and data is for fine-tuning, whether all weights are trained or adapters."""
     full, adapters = composed(*MODEL), composed(*MODEL, "lora=all_linear")
     assert full.name == adapters.name == "run"
@@ -55,21 +49,14 @@ def test_no_experiment_is_applied_unless_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("given", "missing"), [(["model=smollm2"], "data"), (["data=topics"], "model")])
-def test_model_and_data_are_chosen_by_the_user(
-    given: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_and_data_are_chosen_by_the_user(given, missing, monkeypatch, capsys):
     code, text = said(given, monkeypatch, capsys)
     assert code == 2
     assert text.startswith(f"roundpipe-train: {missing} must be chosen: {missing}=CHOICE, one of ")
     assert text.count("\n") == 1
 
 
-# -- help --------------------------------------------------------------------------------------------------------------
-
-
-def test_without_arguments_it_says_what_can_be_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_arguments_it_says_what_can_be_done(monkeypatch, capsys):
     code, text = said([], monkeypatch, capsys)
     assert code == 2
     assert text.startswith("usage: roundpipe-train ")
@@ -80,7 +67,7 @@ def test_without_arguments_it_says_what_can_be_done(
             composed(*shlex.split(line)[1:])
 
 
-def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_every_group_and_choice(monkeypatch, capsys):
     code, text = said(["--help"], monkeypatch, capsys)
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
@@ -93,9 +80,6 @@ def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys
         assert choices(group) == sorted(file.stem for file in (CONF / group).glob("*.yaml"))
         assert set(choices(group)) <= set(words)
     assert said(["--version"], monkeypatch, capsys) == (0, f"lightning-roundpipe {version('lightning-roundpipe')}\n")
-
-
-# -- what was meant ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,20 +96,15 @@ def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_did_you_mean(
-    arguments: list[str], meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_did_you_mean(arguments, meant, monkeypatch, capsys):
     code, text = said(arguments, monkeypatch, capsys)
     assert code == 2
     assert text.count("\n") == 1 and text.startswith("roundpipe-train: ")
     assert f"Did you mean {meant}?" in text
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["/my work/x.ckpt", "/it's/x (1).ckpt", "/a=b,c/[x]{y}.ckpt"])
-def test_any_path_survives_the_shell_and_hydra(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_path_survives_the_shell_and_hydra(path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/roundpipe-train"])
     given = ["experiment=tiny", "ckpt_path=old.ckpt", "hydra.run.dir=here", "prompt='What is it?'", "~logger"]
     line = command(given, ["-m", "--config-dir", "my conf", *given], path)

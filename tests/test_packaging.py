@@ -1,7 +1,5 @@
 """What an index shows of the package, what it asks for, and how it does without what it does not ask for."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -24,11 +22,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
-# -- what an index shows -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def metadata(tmp_path_factory: pytest.TempPathFactory) -> str:
+def metadata(tmp_path_factory):
     """METADATA as a build makes it, of a copy: a build leaves files behind."""
     copy = tmp_path_factory.mktemp("copy")
     for folder in ("lightning_roundpipe", "conf"):
@@ -43,7 +38,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> str:
     return file.read_text()
 
 
-def test_the_readme_on_an_index_has_no_relative_links(metadata: str) -> None:
+def test_the_readme_on_an_index_has_no_relative_links(metadata):
     message = message_from_string(metadata)
     assert message["Description-Content-Type"] == "text/markdown"
     shown = LINK.findall(str(message.get_payload()))
@@ -57,7 +52,7 @@ def test_the_readme_on_an_index_has_no_relative_links(metadata: str) -> None:
             assert target == f"{repository}/{kind}/main/{source}"
 
 
-def test_the_metadata_are_complete(metadata: str) -> None:
+def test_the_metadata_are_complete(metadata):
     message = message_from_string(metadata)
     assert message["Version"] == lightning_roundpipe.__version__
     assert message["Author"] and message["Summary"] and message["License-Expression"] == "Apache-2.0"
@@ -68,16 +63,13 @@ def test_the_metadata_are_complete(metadata: str) -> None:
     assert all(url.startswith(named["Repository"]) for name, url in named.items() if name != "Paper")
 
 
-# -- what it asks for --------------------------------------------------------------------------------------------------
-
-
-def bounds(requirements: list[str]) -> dict[str, str]:
+def bounds(requirements):
     found = [re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)", requirement) for requirement in requirements]
     assert all(found), f"one of {requirements} has no lower bound"
     return {match[1]: match[2] for match in found if match}
 
 
-def test_the_oldest_versions_are_the_lower_bounds() -> None:
+def test_the_oldest_versions_are_the_lower_bounds():
     """`constraints-oldest.txt` is what CONTRIBUTING.md's run is made with."""
     wanted = bounds(PROJECT["dependencies"])
     for extra in ("plots", "quant", "tensorboard"):
@@ -87,15 +79,13 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     assert {name: Version(pinned[name]) for name in wanted} == {name: Version(wanted[name]) for name in wanted}
 
 
-def test_each_extra_brings_what_errors_say() -> None:
+def test_each_extra_brings_what_errors_say():
     extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.items():
         assert package in bounds(extras[extra])
         assert package not in bounds(PROJECT["dependencies"])
         assert extra in re.findall(r"\w+", extras["all"][0].partition("[")[2])
 
-
-# -- how it does without -----------------------------------------------------------------------------------------------
 
 PLAIN = """
 import importlib.metadata, sys
@@ -146,20 +136,18 @@ assert not GONE & {name.split(".")[0] for name in sys.modules}
 
 
 @pytest.mark.slow
-def test_a_plain_script_needs_neither_hugging_face_nor_hydra_nor_matplotlib(tmp_path: Path) -> None:
+def test_a_plain_script_needs_neither_hugging_face_nor_hydra_nor_matplotlib(tmp_path):
     """Imports of Lightning's own aside, which imports what it finds, none of them is loaded: they are not there."""
     done = subprocess.run([sys.executable, "-c", PLAIN, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def without(package, monkeypatch):
     for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-def test_a_run_without_matplotlib_leaves_no_picture_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_matplotlib_leaves_no_picture_and_says_so_once(tmp_path, monkeypatch):
     without("matplotlib", monkeypatch)
     with pytest.warns(UserWarning, match="^roundpipe: ") as caught:
         run(ours(), zoo.make_module("mlp"), zoo.make_batches("mlp", 2), callbacks=[RunFolder(tmp_path)])

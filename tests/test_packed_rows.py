@@ -1,16 +1,12 @@
 """Documents of a packed row have the losses that they have alone."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours, run
-from torch import Tensor, nn
+from harness import Learner, ours, run
+from torch import nn
 from torch.optim import SGD
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +18,6 @@ from transformers import (
     Lfm2Config,
     MambaConfig,
     OPTConfig,
-    PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -30,11 +25,11 @@ from transformers import (
 from lightning_roundpipe.model.packed_rows import check_packed_rows
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "initializer_range": 0.3}
+SIZES = {"vocab_size": 64, "hidden_size": 16, "initializer_range": 0.3}
 USUAL = SIZES | {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "num_hidden_layers": 4}
-MODELS: dict[str, PreTrainedConfig] = {
+MODELS = {
     "gpt2": GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3),
     "qwen3": Qwen3Config(**USUAL, num_hidden_layers=3),
     "qwen3_moe": Qwen3MoeConfig(**USUAL, **EXPERTS, num_hidden_layers=2),
@@ -46,7 +41,7 @@ MODELS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
-def module(name: str) -> CausalLM:
+def module(name):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]))
     for part in model.modules():
@@ -55,12 +50,12 @@ def module(name: str) -> CausalLM:
     return CausalLM(model, lambda parameters: SGD(parameters, lr=0.1))
 
 
-def documents() -> list[Tensor]:
+def documents():
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(64, (length,), generator=generator) for length in (5, 9, 2, 7, 3, 6)]
 
 
-def batch(rows: list[list[Tensor]]) -> dict[str, Tensor]:
+def batch(rows):
     """One row of 16 tokens for each list."""
     ids, labels = torch.zeros(len(rows), 16, dtype=torch.long), torch.full((len(rows), 16), -100)
     positions = torch.arange(16).repeat(len(rows), 1)
@@ -77,7 +72,7 @@ def batch(rows: list[list[Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rows_loss_is_that_of_its_documents(name: str) -> None:
+def test_a_rows_loss_is_that_of_its_documents(name):
     task = module(name).eval()
     task.keep_documents_apart()
     found = documents()
@@ -89,7 +84,7 @@ def test_a_rows_loss_is_that_of_its_documents(name: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "windows"])
-def test_every_attention_keeps_documents_apart(name: str, implementation: str) -> None:
+def test_every_attention_keeps_documents_apart(name, implementation):
     """A packed row's loss and gradients are those of its documents. (`flex_attention` has no backward on a CPU.)"""
     torch.manual_seed(0)
     windows = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
@@ -109,7 +104,7 @@ def test_every_attention_keeps_documents_apart(name: str, implementation: str) -
         torch.testing.assert_close(packed, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
 
 
-def test_flash_attention_is_refused_where_rows_are_packed() -> None:
+def test_flash_attention_is_refused_where_rows_are_packed():
     model = AutoModelForCausalLM.from_config(Qwen3Config(**USUAL, num_hidden_layers=1))
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match=r"flash_attention_2 takes no masks .*Set attn_implementation=flex_attention"):
@@ -117,7 +112,7 @@ def test_flash_attention_is_refused_where_rows_are_packed() -> None:
 
 
 KINDS = ["conv", "full_attention"]
-REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+REFUSED = {
     "bloom": (BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2), "it takes no position_ids. Set data"),
     "mamba": (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "layers of kind linear_attention. Set"),
     "lfm2": (Lfm2Config(**USUAL, num_hidden_layers=2, layer_types=KINDS), "it has layers of kind conv"),
@@ -126,7 +121,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_cannot_are_refused(name: str) -> None:
+def test_models_that_cannot_are_refused(name):
     config, why = REFUSED[name]
     with pytest.raises(ValueError, match=why):
         check_packed_rows(AutoModelForCausalLM.from_config(config))
@@ -134,7 +129,7 @@ def test_models_that_cannot_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "opt"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_training_equals_plain_training(name: str, devices: int) -> None:
+def test_training_equals_plain_training(name, devices):
     """Masks are made in the step, from each microbatch's own rows."""
     found = documents()
     given = [batch([found[:3], found[3:], found[1:3], found[4:]]) for _ in range(2)]
@@ -147,26 +142,23 @@ def test_training_equals_plain_training(name: str, devices: int) -> None:
     assert float(run("auto", task, given).losses[0]) != pytest.approx(float(plain.losses[0]), rel=1e-4)
 
 
-class OwnStep(pl.LightningModule):
+class OwnStep(Learner):
     """Calls the model as a user does who has packed the rows."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings):
         super().__init__()
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(Qwen3Config(**USUAL, num_hidden_layers=3))
         self.settings = settings
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.model(
             input_ids=batch["tokens"], position_ids=batch["positions"], labels=batch["tokens"], **self.settings
         ).loss
 
-    def configure_optimizers(self) -> SGD:
-        return SGD(self.parameters(), lr=0.1)
-
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_cache_that_is_off_keeps_documents_apart(microbatches: int) -> None:
+def test_a_cache_that_is_off_keeps_documents_apart(microbatches):
     """transformers looks for documents only where a model has no cache, and a configuration asks for one."""
     tokens = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     packed = {"tokens": tokens, "positions": torch.arange(6).repeat(2).expand(4, 12)}
@@ -179,11 +171,11 @@ def test_a_cache_that_is_off_keeps_documents_apart(microbatches: int) -> None:
     )
 
 
-def test_a_cache_that_the_call_asks_for_is_as_in_plain_training() -> None:
+def test_a_cache_that_the_call_asks_for_is_as_in_plain_training():
     """The prompt's keys and values reach the rest of the row, and gradients the prompt."""
 
     class Continues(OwnStep):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             prompt, rest = batch["tokens"][:, :5], batch["tokens"][:, 5:]
             cache = self.model(input_ids=prompt, use_cache=True).past_key_values
             return self.model(input_ids=rest, labels=rest, past_key_values=cache, use_cache=True).loss

@@ -1,17 +1,13 @@
 """A large layer's gradients travel, are summed and stepped in parts: the same numbers, sooner."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Result, assert_identical, ours, run
-from torch import Tensor, nn
+from harness import Learner, assert_identical, ours, run
+from torch import nn
 
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
@@ -22,20 +18,20 @@ PART = 256
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread():
     torch.set_num_threads(1)
 
 
 @pytest.fixture
-def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def stepped(monkeypatch):
     """Everything is large, and takes its time. The lengths of all parts that were stepped."""
     monkeypatch.setattr(grad_buffers, "STREAMED", 1)
     monkeypatch.setattr(grad_buffers, "PART", PART)
     monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # what is large is alone
-    lengths: list[int] = []
+    lengths = []
     real = PartialOptimizer.step_part
 
-    def step_part(self: Any, values: Any, key: int, gradient: Tensor, start: int, end: int) -> None:
+    def step_part(self, values, key, gradient, start, end):
         lengths.append(end - start)
         time.sleep(2e-3)  # so that the next step comes while these small parts are still being stepped
         real(self, values, key, gradient, start, end)
@@ -44,10 +40,10 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-class Tied(pl.LightningModule):
+class Tied(Learner, optimizer=torch.optim.AdamW, lr=0.05, eps=0.001, weight_decay=0.1):
     """An embedding that is the output layer as well, as many language models have it."""
 
-    def __init__(self, in_user_code: bool = False) -> None:
+    def __init__(self, in_user_code=False):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(30, 9)
@@ -56,16 +52,13 @@ class Tied(pl.LightningModule):
         self.head.weight = self.embed.weight
         self.in_user_code = in_user_code
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         logits = self.head(torch.tanh(self.middle(self.embed(batch))))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.roll(-1, 1).flatten())
         return loss + 0.01 * self.embed.weight.float().square().sum() if self.in_user_code else loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3, weight_decay=0.1)
 
-
-def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
+def tied(module=None, trainer=None, **options):
     batches = list(torch.randint(30, (6, 8, 5), generator=torch.Generator().manual_seed(1)))
     settings = {"num_microbatches": 4, "layers": ["Embedding", "Linear"], "plan": harness.per_call(3, 2)} | options
     result = run(ours(**settings), module or Tied(), batches, devices=2, watch=True, **(trainer or {}))
@@ -88,7 +81,7 @@ def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
     ],
     ids=lambda given: str(given),
 )
-def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_change_no_bit(options, trainer, stepped, monkeypatch):
     parts = tied(trainer=trainer, **options)
     steps = 6 // trainer.get("accumulate_grad_batches", 1) - 1  # the first has no state that could be cut
     assert stepped.count(30 * 9 % 64) == steps and stepped.count(64) == steps * (30 * 9 // 64 + 9 * 9 // 64)
@@ -97,7 +90,7 @@ def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], mon
     assert_identical(tied(trainer=trainer, **{k: v for k, v in options.items() if k != "emulation"}), parts)
 
 
-def test_what_user_code_adds_to_is_taken_whole(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_user_code_adds_to_is_taken_whole(stepped, monkeypatch):
     parts = tied(Tied(in_user_code=True))
     assert stepped and set(stepped) <= {64, 9, 81 % 64}, "the layer that user code does not read has parts"
     monkeypatch.undo()
@@ -105,15 +98,12 @@ def test_what_user_code_adds_to_is_taken_whole(stepped: list[int], monkeypatch: 
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor])
-def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: Any, stepped: list[int]) -> None:
+def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer, stepped):
     """Adafactor's update of a weight looks at all of it."""
 
     class Other(Tied):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return optimizer(self.parameters(), lr=0.1)
 
     tied(Other())
     assert not stepped
-
-
-# ------------------------------------------------------------------------------------------------------- part by part

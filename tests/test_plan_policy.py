@@ -1,17 +1,13 @@
 """``plan="static"``: the same plan in every run, from shapes, and the numbers of plain training."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import zoo
-from harness import Result, assert_identical, assert_same, ours, run
+from harness import assert_identical, assert_same, ours, run
 from zoo_runs import expected, module
 
 from lightning_roundpipe.planning.nominal import EMULATED, GPU, nominal
@@ -20,18 +16,18 @@ from lightning_roundpipe.planning.profile import read_hardware
 HARDWARE = Path(__file__).parent.parent / "conf" / "hardware"
 
 
-def trained(name: str, lora: bool = False, devices: int = 2, precision: str = "32-true", **options: Any) -> Result:
+def trained(name, lora=False, devices=2, precision="32-true", **options):
     entry, given = zoo.ENTRIES[name], module(name, lora)
     options = {"layers": entry.layers, "num_microbatches": 3, "plan": "static", "loss_weight": given.weighs} | options
     return run(ours(**options), given, zoo.make_batches(name), devices=devices, precision=precision)
 
 
 @pytest.fixture
-def busy() -> Iterator[None]:
+def busy():
     """Threads that compute all the time, beside the training."""
     end = threading.Event()
 
-    def burn() -> None:
+    def burn():
         while not end.is_set():
             square = torch.ones(64, 64, dtype=torch.float32)  # training sets the default for all threads
             square.mm(square)
@@ -45,13 +41,12 @@ def busy() -> Iterator[None]:
         thread.join()
 
 
-def planned(result: Result) -> tuple[str, Any]:
-    assert result.report is not None
+def planned(result):
     assert not result.report["profiled"]
     return result.report["plan"], result.report["costs"]
 
 
-SEVERAL: list[Any] = [
+SEVERAL = [
     ("llama", {"precision": "bf16-mixed", "memory_budget": "200KB"}),
     pytest.param("t5", {"staleness": 1}, marks=pytest.mark.slow),
     pytest.param("batch_norm", {"compile_layers": {"backend": "aot_eager"}}, marks=pytest.mark.slow),
@@ -60,7 +55,7 @@ SEVERAL: list[Any] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SEVERAL, ids=lambda case: case if isinstance(case, str) else "")
-def test_two_runs_have_one_plan_whatever_the_machine_does(name: str, options: dict[str, Any], busy: None) -> None:
+def test_two_runs_have_one_plan_whatever_the_machine_does(name, options, busy):
     """Their times and bytes are equal, too: all that a plan is made from."""
     one = trained(name, **options)
     other = trained(name, **options, emulation={"delay_seed": 5})
@@ -69,7 +64,7 @@ def test_two_runs_have_one_plan_whatever_the_machine_does(name: str, options: di
 
 
 @pytest.mark.parametrize(("name", "lora"), [("llama", True), ("batch_norm", False)])
-def test_the_numbers_are_those_of_plain_training(name: str, lora: bool) -> None:
+def test_the_numbers_are_those_of_plain_training(name, lora):
     """And to the bit those of a plan from measured times: to count operations changes none of them."""
     static = trained(name, lora)
     assert_same(expected(name, lora, 3), static)
@@ -77,7 +72,7 @@ def test_the_numbers_are_those_of_plain_training(name: str, lora: bool) -> None:
 
 
 @pytest.mark.parametrize(("rates", "title"), [(EMULATED, "emulated devices"), (GPU, "RTX 4090")])
-def test_the_rates_are_those_of_the_shipped_hardware(rates: Any, title: str) -> None:
+def test_the_rates_are_those_of_the_shipped_hardware(rates, title):
     machines = [read_hardware(path) for path in sorted(HARDWARE.glob("*.yaml"))]
     [like] = {m.title: m for m in machines if m.title.endswith(title)}.values()
     same = ("flops", "memory_bandwidth", "matmul_efficiency", "memory_efficiency", "kernel_s")

@@ -3,17 +3,13 @@
 Lightning takes bf16 instead where the flag says ``16-mixed`` on the CPU, but not where the plugin is given.
 """
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
 import torch
 import zoo
-from harness import Result, SaveAfter, SaveAt, assert_identical, assert_same, assert_tensors_same, ours, run
+from harness import assert_identical, assert_same, assert_tensors_same, ours, run, save_after, save_at
 from lightning.pytorch.plugins.precision import MixedPrecision
 from test_precision_true import by_hand
 from torch.amp import GradScaler
@@ -29,51 +25,51 @@ TOO_LARGE = 2.0**19
 class Module(zoo.PlainClassifier):
     """The zoo's MLP with AdamW and a schedule."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(copy.deepcopy(zoo.make_module("mlp").model))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, foreach=False)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread():
     """What is compared to the bit is summed by as many threads: a device has its share of them, plain training all."""
     torch.set_num_threads(1)
 
 
-def scaler(scale: float = TOO_LARGE) -> GradScaler:
+def scaler(scale=TOO_LARGE):
     return GradScaler("cpu", init_scale=scale, growth_interval=2)
 
 
-def plain(batches: Any = BATCHES, **options: Any) -> Result:
+def plain(batches=BATCHES, **options):
     return run("auto", Module(), batches, plugins=[MixedPrecision("16-mixed", "cpu", scaler())], **options)
 
 
-def train(batches: Any = BATCHES, precision: str = "16-mixed", strategy: Any = None, **options: Any) -> Result:
+def train(batches=BATCHES, precision="16-mixed", strategy=None, **options):
     plugin = RoundPipePrecision(precision, options.pop("scaler", None) or scaler())
     chosen = ours(**(strategy or {}), precision_plugin=plugin)
     return run(chosen, Module(), batches, **({"devices": 2} | options))
 
 
-def state(result: Result) -> dict[str, Any]:
-    trainer: Any = result.trainer
+def state(result):
+    trainer = result.trainer
     scaling = trainer.precision_plugin.scaler.state_dict()
     return {**scaling, "steps": trainer.global_step, "lr": trainer.optimizers[0].param_groups[0]["lr"]}
 
 
-def without_gradients(result: Result) -> Result:
+def without_gradients(result):
     """Those that are overheard are scaled still."""
     result.grads, result.logged = [], None
     return result
 
 
-def test_the_factor_moves_and_steps_are_skipped() -> None:
+def test_the_factor_moves_and_steps_are_skipped():
     """What is compared below is no ordinary training."""
     result = plain()
-    overflows = [any(not g.isfinite().all() for g in grads.values()) for grads in result.grads]  # type: ignore[union-attr]
+    overflows = [any(not g.isfinite().all() for g in grads.values()) for grads in result.grads]
     assert overflows[0] and overflows[4] and not all(overflows)
     assert state(result)["scale"] < TOO_LARGE
 
@@ -87,7 +83,7 @@ def test_the_factor_moves_and_steps_are_skipped() -> None:
         ({"accumulate_grad_batches": 3}, True),
     ],
 )
-def test_equals_lightnings(options: dict[str, Any], blocking: bool) -> None:
+def test_equals_lightnings(options, blocking):
     """Bit for bit, and the sums of a window within rounding."""
     expected = plain(**options)
     result = train(blocking=blocking, **options)
@@ -96,7 +92,7 @@ def test_equals_lightnings(options: dict[str, Any], blocking: bool) -> None:
     same(without_gradients(expected), without_gradients(result))
 
 
-def test_in_parts() -> None:
+def test_in_parts():
     """As plain Lightning with a loader of the parts: each part's gradient is rounded, and may overflow, by itself."""
     parts = [part for batch in BATCHES for part in harness.split(batch, 3)]
     expected, result = (plain(parts, accumulate_grad_batches=3), train(strategy={"num_microbatches": 3}))
@@ -107,12 +103,12 @@ def test_in_parts() -> None:
 @pytest.mark.parametrize(
     ("precision", "staleness", "done"), [("16-mixed", 0, 6), ("16-mixed", 1, 10), ("16-true", 0, 4)]
 )
-def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int, tmp_path: Path) -> None:
+def test_resuming_goes_on_bit_for_bit(precision, staleness, done, tmp_path):
     """Between the steps after which the factor grows or was halved, and after these."""
     path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 12
-    options: dict[str, Any] = {"precision": precision, "strategy": {"staleness": staleness}}
+    options = {"precision": precision, "strategy": {"staleness": staleness}}
     options["accumulate_grad_batches"] = 2
-    whole = train(batches, callbacks=[SaveAfter(done, path)], **options)
+    whole = train(batches, callbacks=[save_after(done, path)], **options)
     assert "RoundPipePrecision" not in torch.load(path, weights_only=True)
     resumed = train(batches, fit={"ckpt_path": path}, scaler=scaler(32.0), **options)
     whole.losses = whole.losses[len(whole.losses) - len(resumed.losses) :]
@@ -121,10 +117,10 @@ def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int,
 
 
 @pytest.mark.parametrize("first", ["ours", "lightning"])
-def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
+def test_checkpoints_cross_over(first, tmp_path):
     path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 6
     runs = {"lightning": plain, "ours": train}
-    whole = runs.pop(first)(batches, callbacks=[SaveAt(3, path)])
+    whole = runs.pop(first)(batches, callbacks=[save_at(3, path)])
     [other] = runs.values()
     resumed = other(batches, fit={"ckpt_path": path})
     whole.losses = whole.losses[3:]
@@ -132,7 +128,7 @@ def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
     assert_identical(without_gradients(whole), without_gradients(resumed))
 
 
-def test_in_fp16_alone() -> None:
+def test_in_fp16_alone():
     """As a loop by hand without scaling, where nothing vanishes and nothing overflows."""
     module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 4)
     expected = by_hand(module, batches, 3, torch.float16)
@@ -140,4 +136,4 @@ def test_in_fp16_alone() -> None:
     result = run(ours(num_microbatches=3, precision_plugin=plugin), module, batches, devices=2)
     expected.losses = [loss.to(result.losses[0].dtype) for loss in expected.losses]
     assert_same(without_gradients(expected), without_gradients(result), rtol=2e-3, atol=1e-3)
-    assert plugin.scaler.get_scale() == 2.0**12  # type: ignore[union-attr]
+    assert plugin.scaler.get_scale() == 2.0**12

@@ -1,33 +1,28 @@
 """Models quantised by bitsandbytes train as under plain Lightning: packed weights travel, adapters are trained."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path
-from typing import Any
 
 import bitsandbytes as bnb
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from harness import Result, arenas_of, assert_identical, assert_same, loader, ours, run, trainer_of
+from harness import Learner, arenas_of, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.engine.uploads import WeightUploads
-from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
 
 VOCAB, WIDTH = 97, 64
 
-FORMATS: dict[str, dict[str, Any]] = {
+FORMATS = {
     "nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "nf4 once": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False},
     "fp4": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
@@ -38,7 +33,7 @@ PLAN = "forward 0-1 2; fused 3-6; backward 2 0-1; round 2"
 
 
 @functools.cache
-def folder() -> Path:
+def folder():
     """A tiny Llama in 32 bits."""
     import tempfile
 
@@ -52,7 +47,7 @@ def folder() -> Path:
     return path
 
 
-def quantised(name: str, source: Path | None = None, *, compute: torch.dtype = torch.float32) -> nn.Module:
+def quantised(name, source=None, *, compute=torch.float32):
     options = FORMATS[name]
     if "load_in_8bit" not in options:
         options = options | {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute}
@@ -60,24 +55,16 @@ def quantised(name: str, source: Path | None = None, *, compute: torch.dtype = t
     return AutoModelForCausalLM.from_pretrained(source or folder(), dtype=torch.float32, device_map="cpu", **config)
 
 
-class Task(pl.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
+class Task(Learner, optimizer=torch.optim.AdamW, lr=1e-2):
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
-        self.log("val", self.model(**batch).loss)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+    def loss(self, batch):
+        return self.model(**batch).loss
 
 
-def task(name: str = "nf4", source: Path | None = None, *, compute: torch.dtype = torch.float32, **lora: Any) -> Task:
+def task(name="nf4", source=None, *, compute=torch.float32, **lora):
     model = prepare_model_for_kbit_training(quantised(name, source, compute=compute), use_gradient_checkpointing=False)
     torch.manual_seed(1)
     options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | lora
@@ -85,15 +72,13 @@ def task(name: str = "nf4", source: Path | None = None, *, compute: torch.dtype 
 
 
 @functools.cache
-def batches(count: int = 2, size: int = 4) -> list[dict[str, Tensor]]:
+def batches(count=2, size=4):
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randint(0, VOCAB, (size, 10), generator=generator) for _ in range(count)]
     return [{"input_ids": ids, "labels": ids.clone()} for ids in drawn]
 
 
-def trained(
-    module: pl.LightningModule, devices: int = 2, data: Any = None, precision: Any = None, **options: Any
-) -> Result:
+def trained(module, devices=2, data=None, precision=None, **options):
     chosen = ours(**({"num_microbatches": 2} | options))
     return run(chosen, module, data or batches(), devices=devices, precision=precision)
 
@@ -102,7 +87,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8", pytest.param("fp4", marks=pytest.mark.slow)])
-def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(name: str) -> None:
+def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(name):
     module = task(name)
     first = trained(module, 1)
     assert_same(run("auto", module, batches()), first)
@@ -111,9 +96,9 @@ def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(n
         assert_identical(first, trained(module, 3, plan=PLAN))
 
 
-def with_experts(name: str) -> Task:
+def with_experts(name):
     """Beside adapters in attention."""
-    kinds: dict[str, dict[str, int]] = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
+    kinds = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
     config = AutoConfig.for_model(
         name, vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, initializer_range=0.1, pad_token_id=None,
@@ -127,7 +112,7 @@ def with_experts(name: str) -> Task:
 
 
 @pytest.mark.slow
-def test_adapters_that_read_the_base_weights() -> None:
+def test_adapters_that_read_the_base_weights():
     """DoRA unpacks the base's weight by itself, and on the CPU puts another parameter in its place."""
     module = task(use_dora=True)
     assert_same(run("auto", module, batches()), trained(module, plan=PLAN))
@@ -135,7 +120,7 @@ def test_adapters_that_read_the_base_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), [("nf4 in fp32", "bf16-true"), ("int8", "bf16-mixed")])
-def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precision: str) -> None:
+def test_low_precision_leaves_packed_weights_and_scales_alone(name, precision):
     module = task(name, compute=torch.bfloat16)
     before = {key: value.clone() for key, value in module.state_dict().items() if "base_layer" in key}
     result = trained(module, precision=precision)
@@ -153,7 +138,7 @@ def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precisi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "precision"), [("dense", "16-mixed"), ("experts", "bf16-mixed")])
-def test_mixed_precision_computes_as_in_plain_microbatches(kind: str, precision: str) -> None:
+def test_mixed_precision_computes_as_in_plain_microbatches(kind, precision):
     """bitsandbytes' operator, given fp32, computed in fp32 where the engine watched operations, elsewhere in 16 bits.
 
     Which steps are watched depends on the plan, so the bits of a model with experts did, too.
@@ -168,17 +153,17 @@ def test_mixed_precision_computes_as_in_plain_microbatches(kind: str, precision:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         frozen = bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, quant_type="nf4")
         self.frozen = frozen.requires_grad_(False)
         self.trained = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.trained(torch.relu(self.frozen(x)))
 
 
-class Own(pl.LightningModule):
+class Own(Learner):
     """A module without transformers.
 
     Args:
@@ -187,7 +172,7 @@ class Own(pl.LightningModule):
         code: whether user code between layers reads packed weights.
     """
 
-    def __init__(self, blocks: list[nn.Module] | None = None, *, quantised: bool = True, code: bool = False) -> None:
+    def __init__(self, blocks=None, *, quantised=True, code=False):
         super().__init__()
         self.into = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(blocks or [Block() for _ in range(4)])
@@ -196,7 +181,7 @@ class Own(pl.LightningModule):
         if quantised:
             self.to("cpu")
 
-    def training_step(self, batch: Tensor, _: int) -> Tensor:
+    def loss(self, batch):
         x = self.into(batch)
         for block in self.blocks:
             x = block(x)
@@ -204,18 +189,10 @@ class Own(pl.LightningModule):
             x = bnb.matmul_4bit(x, self.code.weight, quant_state=self.code.weight.quant_state)
         return self.out(x).pow(2).mean()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
-
-def rows() -> list[Tensor]:
+def rows():
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
-
-
-def made(name: str) -> pl.LightningModule:
-    """A module in a format, or with quantised experts."""
-    return with_experts("qwen3_moe") if name == "packed experts" else task(name)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +200,7 @@ def made(name: str) -> pl.LightningModule:
     [Own, functools.partial(Own, quantised=False), functools.partial(Own, code=True)],
     ids=["linear", "not yet quantised", "user code"],
 )
-def test_modules_of_the_users_own(make: Any) -> None:
+def test_modules_of_the_users_own(make):
     torch.manual_seed(3)
     module = make()
     assert_same(run("auto", module, rows()), trained(module, data=rows()))
@@ -232,27 +209,27 @@ def test_modules_of_the_users_own(make: Any) -> None:
 # -- what travels ------------------------------------------------------------------------------------------------------
 
 
-def uploads(module: pl.LightningModule, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], set[int]]:
+def uploads(module, monkeypatch):
     """Bytes of each layer's uploads, and the ids of the states that workers have computed with."""
-    sent: dict[str, int] = {}
-    states: set[int] = set()
-    real, product = WeightUploads._upload, bnb.matmul_4bit
+    sent = {}
+    states = set()
+    real, product = SlotMemory._upload, bnb.matmul_4bit
 
-    def upload(self: WeightUploads, slot: Any, layer: HostLayer, *args: Any) -> None:
+    def upload(self, slot, layer, *args):
         sent[layer.name] = layer.weights.nbytes
         real(self, slot, layer, *args)
 
-    def matmul(x: Tensor, packed: Tensor, quant_state: Any, **kwargs: Any) -> Tensor:
+    def matmul(x, packed, quant_state, **kwargs):
         states.add(id(quant_state))
         return product(x, packed, quant_state, **kwargs)
 
-    monkeypatch.setattr(WeightUploads, "_upload", upload)
+    monkeypatch.setattr(SlotMemory, "_upload", upload)
     monkeypatch.setattr(bnb, "matmul_4bit", matmul)
     trained(module, plan=PLAN)
     return sent, states
 
 
-def test_packed_bytes_travel_and_each_worker_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_bytes_travel_and_each_worker_has_a_state_of_its_own(monkeypatch):
     module = task()
     linear = [m for m in module.modules() if isinstance(m, bnb.nn.Linear4bit)]
     sent, states = uploads(module, monkeypatch)
@@ -266,12 +243,11 @@ def test_packed_bytes_travel_and_each_worker_has_a_state_of_its_own(monkeypatch:
     assert not states & {id(m.weight.quant_state) for m in linear}
 
 
-def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_module_is_left_as_it_was(tmp_path):
     """Its state dict has the keys of bitsandbytes, and plain transformers loads what it saves."""
     module = task()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     result = trained(module)
-    assert result.module is not None
     assert result.state.keys() == before.keys()
     assert not any(isinstance(value, nn.Parameter) for value in result.state.values())
     base = result.module.model.unload()
@@ -281,9 +257,9 @@ def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "packed experts"])
-def test_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_resumes_from_a_checkpoint(name, tmp_path):
     """Plain Lightning calls the scales in its own checkpoint unexpected."""
-    module, data = made(name), batches()
+    module, data = (with_experts("qwen3_moe") if name == "packed experts" else task(name)), batches()
     whole = trained(module, data=data * 2)
     trainer = trainer_of(ours(num_microbatches=2), devices=2)
     trainer.fit(copy.deepcopy(module), loader(data))
@@ -300,7 +276,7 @@ def test_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
             assert torch.equal(value, whole.state[key]), key
 
 
-def test_an_evaluation_before_leaves_the_weights_usable() -> None:
+def test_an_evaluation_before_leaves_the_weights_usable():
     """On some CPUs bitsandbytes lays weights out anew in evaluation, in a form that cannot be trained.
 
     Its way back, which state_dict() takes, too, leaves scales that are not quantised transposed and in bf16.
@@ -315,7 +291,7 @@ def test_an_evaluation_before_leaves_the_weights_usable() -> None:
     assert abs(result.losses[0] - loss) < 1e-3
     for one, other in zip(plain.losses, result.losses, strict=True):
         assert abs(one - other) < 4e-3
-    for linear in (m for m in result.module.modules() if isinstance(m, bnb.nn.Linear4bit)):  # type: ignore[union-attr]
+    for linear in (m for m in result.module.modules() if isinstance(m, bnb.nn.Linear4bit)):
         assert not getattr(linear.weight.quant_state, "packing_format_for_cpu", False)
         assert linear.weight.quant_state.absmax.dim() == 1
 
@@ -323,7 +299,7 @@ def test_an_evaluation_before_leaves_the_weights_usable() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def spoiled(kind: str) -> pl.LightningModule:
+def spoiled(kind):
     module = Own()
     module.blocks[1].matrix = nn.Parameter(torch.randn(64, 64), requires_grad=False)
     if kind == "trained":
@@ -336,11 +312,11 @@ def spoiled(kind: str) -> pl.LightningModule:
         module.into = bnb.nn.Linear4bit(32, 32, bias=False)
         module.into.weight = module.out.weight
     if kind == "no scales":
-        module.blocks[1].frozen.weight.quant_state = None  # type: ignore[union-attr]
+        module.blocks[1].frozen.weight.quant_state = None
     if kind == "parametrization":
         replace_parameter_4bit(module.blocks[1], "matrix", compress_statistics=True)
     if kind == "loaded":  # by torch.load, which gives every parameter the class of plain ones
-        frozen: Any = module.blocks[1].frozen
+        frozen = module.blocks[1].frozen
         frozen.weight = nn.Parameter(frozen.weight.data, requires_grad=False)
     if kind == "sixteen":
         module.into = bnb.nn.Linear8bitLt(32, 32, has_fp16_weights=True)
@@ -359,13 +335,13 @@ def spoiled(kind: str) -> pl.LightningModule:
         ("no scales", r"'blocks\.1\.frozen' lacks its scales"),
     ],
 )
-def test_refused_by_name_with_a_remedy(kind: str, words: str) -> None:
+def test_refused_by_name_with_a_remedy(kind, words):
     with pytest.raises(RoundPipeError, match=words):
         trained(spoiled(kind), data=rows())
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_quantisation_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_quantisation_is_refused(tmp_path):
     trainer = trainer_of(ours(num_microbatches=2), devices=2)
     trainer.fit(task("nf4"), loader(batches(1)))
     trainer.save_checkpoint(tmp_path / "last.ckpt")

@@ -1,10 +1,7 @@
 """Random numbers depend on the seed and on what is computed, not on who computes it when."""
 
-from __future__ import annotations
-
 import random
 import time
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
@@ -12,48 +9,43 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
-from harness import ours, run
-from torch import Tensor, nn
+from harness import Learner, ours, run, seeded
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
 class Dropping(nn.Module):
     """Linear in each of its weights, so <weight, gradient> is the loss if forward and recomputation drop the same."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16, bias=False), nn.Dropout(0.5)) for _ in range(5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-class DroppingModule(pl.LightningModule):
-    def __init__(self) -> None:
+class DroppingModule(Learner, lr=0.0):
+    def __init__(self):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.model = Dropping()
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         noise = F.dropout(torch.ones(16), 0.5)  # user code draws, too
         return (self.model(batch["x"]) * noise).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 class LearningModule(DroppingModule):
     """The same, trained, with noise from Python's and NumPy's generators as well."""
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         noise = random.random() + float(np.random.rand())
         return super().training_step({"x": batch["x"] + noise}, batch_idx)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
@@ -62,12 +54,12 @@ LEARNING = LearningModule()
 DROPPING_LAYERS = ["Sequential"]
 
 
-def _wide(count: int) -> list[zoo.Batch]:
+def _wide(count):
     generator = torch.Generator().manual_seed(2)
     return [{"x": torch.randn(8, 16, generator=generator) + 1} for _ in range(count)]
 
 
-def assert_linear(module: nn.Module, result: harness.Result) -> None:
+def assert_linear(module, result):
     """Forward and recomputation have dropped the same; see `Dropping`."""
     weights = dict(module.named_parameters())
     for loss, grads in zip(result.losses, result.grads, strict=True):
@@ -77,7 +69,7 @@ def assert_linear(module: nn.Module, result: harness.Result) -> None:
 
 
 @pytest.mark.parametrize(("devices", "cut"), [(4, True), (2, False)])
-def test_recomputation_drops_what_the_forward_dropped(devices: int, cut: bool) -> None:
+def test_recomputation_drops_what_the_forward_dropped(devices, cut):
     plan = harness.per_call(5) if cut else None
     strategy = ours(num_microbatches=4, layers=DROPPING_LAYERS, plan=plan)
     result = run(strategy, DROPPING, _wide(4), devices=devices)
@@ -88,23 +80,22 @@ def test_recomputation_drops_what_the_forward_dropped(devices: int, cut: bool) -
 class Checkpointed(nn.Sequential):
     """Drops again in its own backward, after others had the time to draw."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._slowly, x, use_reentrant=False)  # type: ignore[no-any-return]
+    def forward(self, x):
+        return checkpoint(self._slowly, x, use_reentrant=False)
 
-    def _slowly(self, x: Tensor) -> Tensor:
+    def _slowly(self, x):
         time.sleep(0.002)
         return super().forward(x)
 
 
 class CheckpointedModule(DroppingModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded(5):
             self.model.layers = nn.ModuleList(Checkpointed(*layer) for layer in self.model.layers)
 
 
-def test_checkpoints_inside_layers_drop_what_they_dropped() -> None:
+def test_checkpoints_inside_layers_drop_what_they_dropped():
     strategy = ours(num_microbatches=4, layers=["Checkpointed"], plan=harness.per_call(5, 4))
     module = CheckpointedModule()
     assert_linear(module, run(strategy, module, _wide(6), devices=4))
@@ -115,14 +106,14 @@ class Drawing(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
-        self.drawn: list[tuple[float, float, float]] = []
+    def __init__(self):
+        self.drawn = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.drawn.append((float(torch.rand(())), random.random(), float(np.random.rand())))
 
 
-def test_random_state_after_a_step_is_the_same_for_all() -> None:
+def test_random_state_after_a_step_is_the_same_for_all():
     """What the caller draws next is the same for every N, M, R and plan, and is not the same number every time."""
     seen = []
     for devices, microbatches, plan in ((1, 1, None), (4, 8, None), (2, 4, harness.per_call(5, 2))):

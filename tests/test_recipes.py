@@ -1,17 +1,11 @@
 """Recipes and losses as users of TRL write them in Lightning by hand: plain Lightning's numbers, and pipelined."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-import lightning.pytorch as pl
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from harness import loader
+from harness import Learner, loader
 from plain_oracle import assert_plain, on_devices
 from torch import Tensor, nn
 
@@ -26,46 +20,40 @@ SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 """Of all models. ``benchmarks/bench_recipes.py`` makes them larger."""
 
 
-def small(**options: Any) -> dict[str, Any]:
+def small(**options):
     return SIZE | options
 
 
-def llama(**options: Any) -> Any:
+def llama(**options):
     options = {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0} | options
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **small(**options)))
 
 
-def in_fp8(recipe: str) -> Any:
+def in_fp8(recipe):
     net = llama()
-    convert_to_float8(net, recipe, emulate=True)  # type: ignore[arg-type]
+    convert_to_float8(net, recipe, emulate=True)
     assert type(net.lm_head) is nn.Linear and type(net.model.layers[1].mlp.up_proj) is not nn.Linear
     return net
 
 
-def adapted() -> Any:
+def adapted():
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(llama(), config)
 
 
-class Recipe(pl.LightningModule):
+class Recipe(Learner, optimizer=torch.optim.AdamW, lr=0.01, eps=0.001):
     """A model that is trained, and perhaps another one that is not."""
 
-    calls: list[Any]
-
-    def __init__(self, net: nn.Module, other: nn.Module | None = None) -> None:
+    def __init__(self, net, other=None):
         super().__init__()
         self.net, self.other = net.double().train(), other
         if other is not None:
             self.other = other.double().eval().requires_grad_(False)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
+    def logits(self, model, ids):
+        return model(input_ids=ids, attention_mask=(ids != 0).long()).logits
 
-    def logits(self, model: Any, ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, attention_mask=(ids != 0).long()).logits
-        return found
-
-    def logps(self, model: Any, ids: Tensor, prompt: int = 2) -> Tensor:
+    def logps(self, model, ids, prompt=2):
         """Log probability of each row's completion."""
         logps = self.logits(model, ids)[:, :-1].log_softmax(-1)
         found = logps.gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -75,7 +63,7 @@ class Recipe(pl.LightningModule):
 class Packed(Recipe):
     """SFT on several conversations in a row, of which only the assistant's tokens are targets."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         logits = self.net(input_ids=batch["ids"], position_ids=batch["positions"], use_cache=False).logits
         labels = batch["ids"].masked_fill(batch["assistant"] == 0, -100)[:, 1:]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
@@ -86,13 +74,13 @@ class Packed(Recipe):
 class Preferences(Recipe):
     """DPO. The reference is another model, or this one without its adapters."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         both = torch.cat([batch["chosen"], batch["rejected"]])
         with torch.no_grad():
             if self.other is not None:
                 reference = self.logps(self.other, both)
             else:
-                with self.net.disable_adapter():  # type: ignore[operator]
+                with self.net.disable_adapter():
                     reference = self.logps(self.net, both)
         chosen, rejected = (self.logps(self.net, both) - reference).chunk(2)
         loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
@@ -103,10 +91,10 @@ class Preferences(Recipe):
 class Rewarded(Recipe):
     """GRPO: completions of the step's own model, and their advantage over those of the group."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         with torch.no_grad():
             self.net.eval()
-            done = self.net.generate(batch["ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+            done = self.net.generate(batch["ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
             self.net.train()
             reference = self.logps(self.other, done, batch["ids"].shape[1])
         rewards = (done % 7).double().mean(1)
@@ -121,7 +109,7 @@ class Rewarded(Recipe):
 class Distilled(Recipe):
     """A student that learns a frozen teacher's distribution."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         with torch.no_grad():
             teacher = self.logits(self.other, batch["ids"]).log_softmax(-1)
         student = self.logits(self.net, batch["ids"]).log_softmax(-1)
@@ -133,9 +121,9 @@ class Distilled(Recipe):
 class Collected(Recipe):
     """A term over attentions, which transformers collects by hooks inside of layers."""
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         out = self.net(input_ids=batch["ids"], labels=batch["ids"], output_attentions=True)
-        loss: Tensor = out.loss + sum(attention.square().mean() for attention in out.attentions)
+        loss = out.loss + sum(attention.square().mean() for attention in out.attentions)
         self.log("loss", loss)
         return loss
 
@@ -143,27 +131,26 @@ class Collected(Recipe):
 class AdaLora(Recipe):
     """Ranks depend on gradients and weights after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         ranks = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "total_step": 6, "deltaT": 1}
         super().__init__(peft.get_peft_model(llama(), peft.AdaLoraConfig(**ranks, target_modules=["q_proj", "v_proj"])))
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(input_ids=batch["ids"], labels=batch["ids"]).loss
-        return loss
+    def training_step(self, batch, batch_idx):
+        return self.net(input_ids=batch["ids"], labels=batch["ids"]).loss
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(self, *args, **kwargs):
         super().optimizer_step(*args, **kwargs)
-        self.net.base_model.update_and_allocate(self.trainer.global_step)  # type: ignore[union-attr, operator]
+        self.net.base_model.update_and_allocate(self.trainer.global_step)
 
 
 class Images(Recipe):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(**batch).loss
+    def training_step(self, batch, batch_idx):
+        loss = self.net(**batch).loss
         self.log("loss", loss)
         return loss
 
 
-def qwen() -> Any:
+def qwen():
     width = SIZE["hidden_size"]
     eighth = width // SIZE["num_attention_heads"] // 8
     rope = {"rope_type": "default", "mrope_section": [eighth, eighth, 2 * eighth], "rope_theta": 10000.0}
@@ -176,15 +163,14 @@ def qwen() -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused(hidden, weight, targets):
     """Returns the loss, and keeps its gradients, as Liger's does: a few tokens' logits at a time."""
-    loss: Tensor = Fused.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
-    return loss
+    return Fused.apply(hidden, weight, targets)
 
 
 class Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx, hidden, weight, targets):
         total, d_hidden, d_weight = hidden.new_zeros(()), torch.empty_like(hidden), torch.zeros_like(weight)
         for rows in torch.arange(len(hidden), device=hidden.device).split(4):
             logits = hidden[rows] @ weight.T
@@ -196,7 +182,7 @@ class Fused(torch.autograd.Function):
         return total / len(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, *grads):
         d_hidden, d_weight = ctx.saved_tensors
         return d_hidden * grads[0], d_weight * grads[0], None
 
@@ -204,13 +190,13 @@ class Fused(torch.autograd.Function):
 class OfTheHead(Recipe):
     """A loss that is given the output layer's weight; the layer itself is not called."""
 
-    def __init__(self, net: Any, loss: Callable[..., Tensor]) -> None:
+    def __init__(self, net, loss):
         super().__init__(net)
         self.loss = loss
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        hidden = self.net.model(input_ids=batch["ids"]).last_hidden_state[:, :-1]  # type: ignore[union-attr, operator]
-        loss = self.loss(hidden.flatten(0, 1), self.net.lm_head.weight, batch["ids"][:, 1:].flatten())  # type: ignore[union-attr]
+    def training_step(self, batch, batch_idx):
+        hidden = self.net.model(input_ids=batch["ids"]).last_hidden_state[:, :-1]
+        loss = self.loss(hidden.flatten(0, 1), self.net.lm_head.weight, batch["ids"][:, 1:].flatten())
         self.log("loss", loss)
         return loss
 
@@ -218,30 +204,30 @@ class OfTheHead(Recipe):
 class FusedHead(nn.Linear):
     """An output layer that returns the loss."""
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden, targets):
         return fused(hidden, self.weight, targets)
 
 
 class WithFusedHead(OfTheHead):
-    def __init__(self) -> None:
+    def __init__(self):
         net = llama()
         net.lm_head = FusedHead(SIZE["hidden_size"], VOCABULARY, bias=False)
         super().__init__(net, lambda hidden, weight, targets: net.lm_head(hidden, targets))
 
 
-def generator(seed: int) -> torch.Generator:
+def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def tokens(rows: int, length: int, seed: int) -> Tensor:
+def tokens(rows, length, seed):
     return torch.randint(7, VOCABULARY, (rows, length), generator=generator(seed))
 
 
-def plain_ids(i: int, times: int = 1) -> Batch:
+def plain_ids(i, times=1):
     return {"ids": tokens(2, (5 + i % 3) * times, i)}
 
 
-def packed(i: int, times: int = 1) -> Batch:
+def packed(i, times=1):
     ids = tokens(1, 8 * times, i)
     return {
         "ids": ids,
@@ -250,12 +236,12 @@ def packed(i: int, times: int = 1) -> Batch:
     }
 
 
-def pairs(i: int, times: int = 1) -> Batch:
+def pairs(i, times=1):
     seen = torch.arange(6 * times) < (4 + i % 3) * times
     return {"chosen": tokens(2, 6 * times, i), "rejected": tokens(2, 6 * times, 100 + i) * seen}
 
 
-def images(i: int, times: int = 1) -> Batch:
+def images(i, times=1):
     rows = 1 + i % 2
     ids = tokens(rows, 6 * times, i)
     ids[:, 1], ids[:, 2], ids[:, 3] = START, IMAGE, END
@@ -264,7 +250,7 @@ def images(i: int, times: int = 1) -> Batch:
     return batch | {"mm_token_type_ids": (ids == IMAGE).int(), "image_grid_thw": torch.tensor([[1, 2, 2]] * rows)}
 
 
-RECIPES: dict[str, tuple[Callable[[], Recipe], Callable[..., Batch]]] = {
+RECIPES = {
     "SFT, packed, assistant masks": (lambda: Packed(llama()), packed),
     "SFT, packed, fp8, tensorwise": (lambda: Packed(in_fp8("tensorwise")), packed),
     "SFT, packed, fp8, rowwise": (lambda: Packed(in_fp8("rowwise")), packed),
@@ -287,7 +273,7 @@ if not hasattr(F, "linear_cross_entropy"):  # came with torch 2.13
 @on_devices(1, 3)
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("name", RECIPES)
-def test_equals_plain(devices: int, window: int, name: str) -> None:
+def test_equals_plain(devices, window, name):
     make, batch = RECIPES[name]
     given = [batch(i) for i in range(2 * window if window > 1 else 3)]
     _, ours = assert_plain(devices, make, lambda: loader(given), accumulate_grad_batches=window, rtol=1e-5)

@@ -1,16 +1,11 @@
 """A recomputation whose outputs are not of the kind of the forward's is refused."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
-import torch
 import traps
 import zoo
-from harness import ours, run
-from torch import Tensor
+from harness import ours, run, seeded
 
 from lightning_roundpipe.config import RoundPipeError
 
@@ -20,36 +15,35 @@ CALLS = itertools.count()
 class Alternates(traps.Block):
     """Returns something else every second time."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         x = super().forward(x)
         return self.odd(x) if next(CALLS) % 2 else x
 
-    def odd(self, x: Tensor) -> Any:
+    def odd(self, x):
         raise NotImplementedError
 
 
 class OtherShape(Alternates):
-    def odd(self, x: Tensor) -> Any:
+    def odd(self, x):
         return x[:1]
 
 
 class OtherDtype(Alternates):
-    def odd(self, x: Tensor) -> Any:
+    def odd(self, x):
         return x.double()
 
 
 class OtherNumber(Alternates):
-    def odd(self, x: Tensor) -> Any:
+    def odd(self, x):
         return x, x * 2
 
 
 @pytest.mark.parametrize(("microbatches", "devices"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("block", [OtherShape, OtherDtype, OtherNumber])
-def test_outputs_of_another_kind_are_refused(block: type[Alternates], microbatches: int, devices: int) -> None:
+def test_outputs_of_another_kind_are_refused(block, microbatches, devices):
     global CALLS
     CALLS = itertools.count()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         net = traps.Net(block)
     net.blocks = net.blocks[:1]
     module = zoo.PlainClassifier(net)

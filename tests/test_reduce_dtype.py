@@ -1,20 +1,14 @@
 """``reduce_dtype``: gradients travel rounded, and everything else is plain training."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import harness
-import lightning.pytorch as pl
 import pytest
 import stress
 import torch
 import torch.nn.functional as F
-from harness import SaveAfter, ours, run
+from harness import Learner, ours, run, save_after
 from ordering import Ordering
 from stress import CALLS, Case
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 
 from lightning_roundpipe import RoundPipePrecision
@@ -23,29 +17,24 @@ MICROBATCHES = 4
 BF16 = torch.bfloat16
 
 
-class Small(pl.LightningModule):
+class Small(Learner, optimizer=torch.optim.AdamW, lr=0.01, eps=0.001):
     """Four layers, in fp64: else the last bits of a sum decide now and then to where it is rounded."""
 
-    def __init__(self, trained: int = 4) -> None:
+    def __init__(self, trained=4):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4))).double()
         self.layers[: 4 - trained].requires_grad_(False)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return F.mse_loss(self.layers(batch), batch.roll(1, -1))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
 
-
-def _data(batches: int = 4) -> list[Tensor]:
+def _data(batches=4):
     return list(torch.randn(batches, 8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
 
 
-def _by_hand(
-    round_microbatches: int, accumulate: int = 1, clip: float | None = None, dtype: torch.dtype = BF16
-) -> list[Tensor]:
+def _by_hand(round_microbatches, accumulate=1, clip=None, dtype=BF16):
     """Weights after plain training in which each round's gradients are rounded before they are added to the others'."""
     module = Small()
     optimizer = module.configure_optimizers()
@@ -67,9 +56,7 @@ def _by_hand(
     return [p.detach() for p in module.parameters()]
 
 
-def _ours(
-    round_microbatches: int = 4, *, module: Any = None, devices: int = 2, trainer: Any = None, **options: Any
-) -> harness.Result:
+def _ours(round_microbatches=4, *, module=None, devices=2, trainer=None, **options):
     plan = harness.per_call(4, round_microbatches)
     strategy = ours(
         **{"num_microbatches": MICROBATCHES, "plan": plan, "layers": [f"layers.{i}" for i in range(4)]} | options
@@ -77,17 +64,15 @@ def _ours(
     return run(strategy, module or Small(), _data(), devices=devices, **(trainer or {}))
 
 
-def _weights(result: harness.Result) -> list[Tensor]:
-    assert result.module is not None
+def _weights(result):
     return [p.detach() for p in result.module.parameters()]
 
 
-def _downloaded(result: harness.Result) -> int:
-    assert result.report is not None
+def _downloaded(result):
     return sum(event["nbytes"] for event in result.report["events"] if event["kind"] == "download_gradients")
 
 
-def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+def _same(ours, theirs):
     return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -103,7 +88,7 @@ def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
         (4, {"gradient_clip_val": 0.05}),
     ],
 )
-def test_it_is_plain_training_with_rounded_gradients(round_microbatches: int, trainer: dict[str, Any]) -> None:
+def test_it_is_plain_training_with_rounded_gradients(round_microbatches, trainer):
     """Sums over rounds and batches are not rounded, and norms are those of the sums."""
     weights = _weights(_ours(round_microbatches, reduce_dtype="bfloat16", trainer=trainer))
     settings = trainer.get("accumulate_grad_batches", 1), trainer.get("gradient_clip_val")
@@ -111,12 +96,12 @@ def test_it_is_plain_training_with_rounded_gradients(round_microbatches: int, tr
     assert not _same(weights, _by_hand(round_microbatches, *settings, torch.float64)), "nothing was rounded"
 
 
-def test_a_resumed_run_has_the_same_bits_in_rounds_of_one(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits_in_rounds_of_one(tmp_path):
     """The first window after resuming rounds each microbatch, too. All batches are one, so order does not matter."""
 
-    def trained(fit: Any = None) -> list[Tensor]:
+    def trained(fit=None):
         strategy = ours(num_microbatches=MICROBATCHES, round_microbatches=1, reduce_dtype="bfloat16")
-        save = SaveAfter(2, tmp_path / "at.ckpt")
+        save = save_after(2, tmp_path / "at.ckpt")
         return _weights(run(strategy, Small(), _data(1) * 4, devices=2, callbacks=[] if fit else [save], fit=fit))
 
     whole = trained()
@@ -126,12 +111,12 @@ def test_a_resumed_run_has_the_same_bits_in_rounds_of_one(tmp_path: Path) -> Non
 class Manual(Small):
     """Two losses a step, each with a backward of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         for part in batch.chunk(2):
             loss = super().training_step(part, batch_idx) / 2
@@ -140,7 +125,7 @@ class Manual(Small):
         return loss.detach()
 
 
-def test_manual_optimization_rounds_what_each_backward_gives() -> None:
+def test_manual_optimization_rounds_what_each_backward_gives():
     result = _ours(module=Manual(), num_microbatches=None, plan="measured", reduce_dtype="bfloat16")
     module = Small()
     optimizer = module.configure_optimizers()
@@ -156,14 +141,13 @@ def test_manual_optimization_rounds_what_each_backward_gives() -> None:
 
 
 @pytest.mark.parametrize("round_microbatches", [2, 4])
-def test_bytes_are_those_of_the_format_and_sums_do_not_travel_back(round_microbatches: int) -> None:
+def test_bytes_are_those_of_the_format_and_sums_do_not_travel_back(round_microbatches):
     rounds = MICROBATCHES // round_microbatches
     wide, narrow = (_ours(round_microbatches, reduce_dtype=dtype) for dtype in (None, "bfloat16"))
     numbers = 4 * (12 * 12 + 16)  # biases of 12, each to a multiple of 256 bytes
     assert _downloaded(wide) == rounds * 4 * (12 * 12 * 8 + 128 + 256)
     assert _downloaded(narrow) == rounds * 4 * (512 + 256) < rounds * numbers * 8
     for result, again in ((wide, rounds > 1), (narrow, False)):
-        assert result.report is not None
         assert any(event["kind"] == "upload_gradients" for event in result.report["events"]) is again
         costs = result.report["costs"]["calls"]
         assert [call["reduced_bytes"] for call in costs] == [768 if result is narrow else None] * 4
@@ -171,7 +155,7 @@ def test_bytes_are_those_of_the_format_and_sums_do_not_travel_back(round_microba
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "blocking"), [(harness.per_call(CALLS, 2), False), (harness.single(CALLS, 1), True)])
-def test_delays_and_poison_change_no_bit(plan: str, blocking: bool) -> None:
+def test_delays_and_poison_change_no_bit(plan, blocking):
     """Rounds land one after another in the same memory, and so do batches."""
     case = Case(plan, 3, 4, (6, 6, 6, 6), accumulate=2, blocking=blocking)
     kind = stress.train(Case(plan, 1, 4, case.sizes, accumulate=2, blocking=blocking, emulation={}), reduce_dtype=BF16)
@@ -182,15 +166,15 @@ def test_delays_and_poison_change_no_bit(plan: str, blocking: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_scaled_gradients_that_overflow_skip_the_step(dtype: str) -> None:
+def test_scaled_gradients_that_overflow_skip_the_step(dtype):
     """In fp16 what overflows on its way does so, too; bf16 has room for whatever the factor is."""
 
     class Wide(Small):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.float()
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             return super().training_step(batch.float(), batch_idx)
 
     plugin = RoundPipePrecision("16-mixed", GradScaler("cpu", init_scale=2.0**40, growth_interval=1000))
@@ -203,8 +187,8 @@ def test_scaled_gradients_that_overflow_skip_the_step(dtype: str) -> None:
     assert all(p.isfinite().all() for p in _weights(result))
 
 
-def _disabled(real: Any) -> Any:
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+def _disabled(real):
+    def init(self, device_type, *args, **kwargs):
         real(self, device_type, enabled=False)
 
     return init

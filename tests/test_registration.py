@@ -1,7 +1,5 @@
 """Lightning knows the name of the strategy in any order of imports, and torch works where the package is broken."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -33,7 +31,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 """
 
 
-def run(code: str, cwd: Path, **environment: str) -> str:
+def run(code, cwd, **environment):
     """Output of ``code`` in a new interpreter. ``cwd`` is not the checkout, so the package is the installed one."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -47,18 +45,15 @@ def run(code: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def copy_of_the_package(place: Path) -> Path:
+def copy_of_the_package(place):
     """A copy of the package with another ``strategy.py``; with its parent first on the path it wins over ours."""
     shutil.copytree(PACKAGE, place / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "conf"))
     (place / PACKAGE.name / "strategy.py").write_text(STUB_STRATEGY)
     return place
 
 
-# --- the real thing, each in an interpreter of its own ---------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_name_resolves_lazily(tmp_path: Path) -> None:
+def test_name_resolves_lazily(tmp_path):
     """A package that is broken breaks nothing but itself."""
     place = copy_of_the_package(tmp_path)
     run(
@@ -89,7 +84,7 @@ def test_name_resolves_lazily(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_other_flavour(tmp_path: Path) -> None:
+def test_the_other_flavour(tmp_path):
     """``pytorch_lightning`` has classes of its own: trains, steps apart, clips, saves and resumes with these."""
     run(
         """
@@ -147,7 +142,7 @@ def test_the_other_flavour(tmp_path: Path) -> None:
     )
 
 
-def test_an_import_registers_where_torch_loads_no_entry_points(tmp_path: Path) -> None:
+def test_an_import_registers_where_torch_loads_no_entry_points(tmp_path):
     """With a Lightning that is nothing but the registry, which is imported much sooner."""
     flavour = tmp_path / "lightning" / "pytorch" / "strategies"
     flavour.mkdir(parents=True)
@@ -172,7 +167,7 @@ StrategyRegistry = Registry()
     )
 
 
-def test_importing_the_package_is_light(tmp_path: Path) -> None:
+def test_importing_the_package_is_light(tmp_path):
     """torch imports it: anything heavy would be circular, and would slow down every program that uses torch."""
     output = run(
         """
@@ -186,10 +181,7 @@ def test_importing_the_package_is_light(tmp_path: Path) -> None:
     assert {name for name in output.split() if not name.startswith("__editable__")} <= allowed
 
 
-# --- the package's face ----------------------------------------------------------------------------------------------
-
-
-def test_the_entry_point_is_installed() -> None:
+def test_the_entry_point_is_installed():
     mine = [entry for entry in entry_points(group="torch.backends") if entry.name == "lightning_roundpipe"]
     assert mine, "install the package: make install"
     assert mine[0].load() is registration.autoload

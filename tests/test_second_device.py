@@ -1,7 +1,5 @@
 """Runs the tests of ``second_device`` in processes of their own; a failure shows the cases by name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -25,7 +23,7 @@ CHOSEN = "not are_busy and not at_once and (not test_recipes or 4-3)"
 """Of their tests, those that do not count calls that run at once: Python runs ahead of what a device computes."""
 
 
-def _run(where: list[Path], marked: str, *options: str, **settings: str) -> None:
+def _run(where, marked, *options, **settings):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marked]
     environment = os.environ | {"SECOND_DEVICE": "1"} | settings
     command += [*options, *map(str, where)]
@@ -34,11 +32,11 @@ def _run(where: list[Path], marked: str, *options: str, **settings: str) -> None
 
 
 @pytest.mark.parametrize("marked", ["not slow", "slow"])
-def test_on_a_second_device(marked: str) -> None:
+def test_on_a_second_device(marked):
     _run([HOME], marked)
 
 
-def test_ordinary_tests_as_late_as_may_be() -> None:
+def test_ordinary_tests_as_late_as_may_be():
     """What is not in the order of events, or not waited for, shows in the numbers; see ``second_device.lately``."""
     found = os.pathsep.join([str(HOME.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ["-p", "second_device.lately", "-k", CHOSEN]

@@ -1,10 +1,7 @@
 """Several machines, a process each, give what one machine gives on their batches together."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import several_jobs
@@ -16,7 +13,7 @@ from patience import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(10 * PATIENCE_S)
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "adamw": {"late": 1.5},
 
     "looked at, and accumulated": {"blocking": True, "accumulate_grad_batches": 2, "steps": 5, "even": True},
@@ -57,13 +54,13 @@ QUICKLY = ("adamw", "clipped and accumulated", "a mean of its own")
 SMALL = ("small", "small, clipped and accumulated")
 ROUNDED = ("bf16-mixed", "bf16-true", "scaled", "scaled, state everywhere")
 """The same microbatches on one machine round alike, so both are near."""
-UNEVEN: dict[str, Any] = {"dropout": 0.2, "samples": 3, "steps": 1}
+UNEVEN = {"dropout": 0.2, "samples": 3, "steps": 1}
 """Two samples, and so two microbatches, on the first machine, and one on the second one."""
 NEEDS_OURS = ("stale, clipped, state everywhere", "dropout", "a sum", *ROUNDED)
 """Plain training has nothing like it; one machine with our strategy has."""
 
 
-def assert_one(case: dict[str, Any], found: list[dict[str, Any]], *, ours: bool, rtol: float = 2e-5) -> None:
+def assert_one(case, found, *, ours, rtol=2e-5):
     """All machines have the same weights, to the bit, and those of one machine with all samples."""
     first, *others = found
     for other in others:
@@ -76,7 +73,7 @@ def assert_one(case: dict[str, Any], found: list[dict[str, Any]], *, ours: bool,
     assert any(not torch.equal(start[name], one["state"][name]) for name in start), "nothing was trained"
 
 
-def compare(folder: Path, names: list[str], *others: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def compare(folder, names, *others):
     """Compare cases with one machine, and return what each machine found in the ``others``."""
     found = several_machines.results("cases", folder, cases=[*(CASES[name] for name in names), *others], limit=500)
     for name, ones in zip(names, zip(*found, strict=True), strict=False):
@@ -85,12 +82,12 @@ def compare(folder: Path, names: list[str], *others: dict[str, Any]) -> list[lis
     return [results[len(names) :] for results in found]
 
 
-def test_small_models_of_two_machines_are_one(tmp_path: Path) -> None:
+def test_small_models_of_two_machines_are_one(tmp_path):
     """The optimizer steps behind the backward, each layer on one machine, by the gradients of both."""
     compare(tmp_path, [*SMALL])
 
 
-def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
+def test_two_machines_are_one_with_all_samples(tmp_path):
     """Targets are spread unevenly, so the machines' losses have to be weighed by them.
 
     One machine comes late, in the first case, with its last gradients: a wait that looked up every half second broke
@@ -105,7 +102,7 @@ def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_with_one_task_on_each_machine(tmp_path: Path) -> None:
+def test_slurm_with_one_task_on_each_machine(tmp_path):
     """Lightning learns who is who from SLURM, the address included."""
     case = {"steps": 2, "devices": [1, 2]}
     processes = several_machines.start("cases", 2, tmp_path, {"cases": [case]}, slurm="alone")
@@ -118,12 +115,12 @@ def test_slurm_with_one_task_on_each_machine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounded", [False, True])
-def test_in_other_ways(rounded: bool, tmp_path: Path) -> None:
+def test_in_other_ways(rounded, tmp_path):
     compare(tmp_path, [name for name in CASES if name not in (*QUICKLY, *SMALL) and (name in ROUNDED) is rounded])
 
 
 @pytest.mark.slow
-def test_gradients_in_bf16_are_near(tmp_path: Path) -> None:
+def test_gradients_in_bf16_are_near(tmp_path):
     case = {"options": {"network_dtype": "bfloat16"}, "optimizer": "sgd"}
     first, second = several_machines.results("cases", tmp_path, cases=[case])
     assert all(torch.equal(first[0]["state"][name], second[0]["state"][name]) for name in first[0]["state"])
@@ -135,14 +132,13 @@ def test_gradients_in_bf16_are_near(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def resumed(path: Path, steps: int, **other: Any) -> dict[str, Any]:
+def resumed(path, steps, **other):
     """One machine that goes on from ``path``."""
-    found: dict[str, Any] = several_jobs.train(rank=0, machines=1, steps=steps, max_epochs=2, resume=str(path), **other)
-    return found
+    return several_jobs.train(rank=0, machines=1, steps=steps, max_epochs=2, resume=str(path), **other)
 
 
 @pytest.mark.slow
-def test_checkpoints_are_those_of_one_machine(tmp_path: Path) -> None:
+def test_checkpoints_are_those_of_one_machine(tmp_path):
     """Saved by two machines, each with a part of the optimizer's state; resumed by one, by plain Lightning, by two."""
     path = tmp_path / "two.ckpt"
     found = several_machines.results("cases", tmp_path, cases=[{"save": str(path)}])
@@ -165,7 +161,7 @@ def test_checkpoints_are_those_of_one_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_take_no_memory_for_the_state_of_other_machines(tmp_path: Path) -> None:
+def test_checkpoints_take_no_memory_for_the_state_of_other_machines(tmp_path):
     """The first machine held all of it at once when it saved, and each machine did when it went on: 64 MiB here."""
     first, second = several_machines.results("saves_much", tmp_path / "run")
     assert first["held"] > 60e6 and second["held"] > 60e6
@@ -182,7 +178,7 @@ def test_checkpoints_take_no_memory_for_the_state_of_other_machines(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_job_again_that_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_starts_a_job_again_that_goes_on_from_the_last_checkpoint(tmp_path):
     """torchrun's store outlives the processes, and had the addresses of those that had ended."""
     processes = several_machines.torchrun("dies_once", 2, tmp_path, {"epochs": 3})
     ended = several_machines.collect(processes, tmp_path, 2 * PATIENCE_S)
@@ -197,7 +193,7 @@ def test_torchrun_starts_a_job_again_that_goes_on_from_the_last_checkpoint(tmp_p
 
 
 @pytest.mark.slow
-def test_what_lightning_exchanges(tmp_path: Path) -> None:
+def test_what_lightning_exchanges(tmp_path):
     """Samplers, logs, metrics, early stopping, checkpoints, progress, evaluation: by machine, or by the first one."""
     first, second = several_machines.results("lightning", tmp_path)
     assert [one["world"] for one in (first, second)] == [(2, 0, 0, 0, 2), (2, 1, 0, 1, 2)]
@@ -224,7 +220,7 @@ def test_what_lightning_exchanges(tmp_path: Path) -> None:
     assert "roundpipe:" not in output[1] and "Epoch" not in output[1]
 
 
-def test_a_machine_that_stops_stops_all(tmp_path: Path) -> None:
+def test_a_machine_that_stops_stops_all(tmp_path):
     """After the batch in which its code says so. The others waited, until an error said where each machine was."""
     hooks = ["training_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end"]
     first, second = several_machines.results("stops", tmp_path, hooks=hooks)
@@ -255,7 +251,7 @@ FAILED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
-def test_machines_that_differ_are_refused_before_training(kind: str, tmp_path: Path) -> None:
+def test_machines_that_differ_are_refused_before_training(kind, tmp_path):
     for one in several_machines.launch("fault", tmp_path, kind=kind, limit=PATIENCE_S):
         assert one.status == 1
         assert re.search(REFUSED[kind], one.output), one.output
@@ -263,7 +259,7 @@ def test_machines_that_differ_are_refused_before_training(kind: str, tmp_path: P
 
 
 @pytest.mark.slow
-def test_learning_rates_that_go_apart_are_refused(tmp_path: Path) -> None:
+def test_learning_rates_that_go_apart_are_refused(tmp_path):
     """Each machine's scheduler saw the value of its own batches, and with state everywhere the weights went apart."""
     expected = "the machines differ in lr of group 0 of AdamW, after step .*: machine 0 (.*) has 0.001, and machine 1"
     for one in several_machines.launch("fault", tmp_path, kind="own plateau", limit=PATIENCE_S):
@@ -272,7 +268,7 @@ def test_learning_rates_that_go_apart_are_refused(tmp_path: Path) -> None:
         assert "sync_dist=True" in one.output
 
 
-def fails(folder: Path, kind: str) -> None:
+def fails(folder, kind):
     """The other machine ends soon, with an error that says why; the last checkpoint is whole."""
     processes, other = several_machines.start("fault", 2, folder, {"kind": kind}), int("the first" in kind)
     left = several_machines.collect(processes, folder, PATIENCE_S, until=other)[other]
@@ -284,18 +280,18 @@ def fails(folder: Path, kind: str) -> None:
         assert torch.load(path, weights_only=False)["global_step"] in (2, 4, 6, 8)
 
 
-def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
+def test_a_machine_that_fails_ends_the_others(tmp_path):
     fails(tmp_path, "raises")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in FAILED if kind != "raises"])
-def test_a_machine_that_is_lost_ends_the_others(kind: str, tmp_path: Path) -> None:
+def test_a_machine_that_is_lost_ends_the_others(kind, tmp_path):
     fails(tmp_path, kind)
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_asked_to_end_ends_all_after_the_same_batch(tmp_path: Path) -> None:
+def test_a_machine_that_is_asked_to_end_ends_all_after_the_same_batch(tmp_path):
     """Lightning called torch.distributed in the handler of SIGTERM, and the machine that got it stayed there."""
     first, second = several_machines.launch("fault", tmp_path, kind="is asked to end", limit=PATIENCE_S)
     assert several_machines.LEFT not in (first.status, second.status), first.output + second.output
@@ -306,7 +302,7 @@ def test_a_machine_that_is_asked_to_end_ends_all_after_the_same_batch(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_slow_machine_is_waited_for(tmp_path: Path) -> None:
+def test_a_slow_machine_is_waited_for(tmp_path):
     """Longer than the timeout, in which it answers all the time."""
     for one in several_machines.launch("fault", tmp_path, kind="is slow", limit=2 * PATIENCE_S):
         assert one.status == 0, one.output

@@ -1,12 +1,7 @@
 """Several machines with a network of a stated rate and latency between them, and with one that stalls."""
 
-from __future__ import annotations
-
 import re
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import several_machines
@@ -23,11 +18,11 @@ pytestmark = [
 
 
 @pytest.fixture
-def between() -> Iterator[Callable[[int, float], SlowNetwork]]:
+def between():
     """Makes a network between machines, which send so many bytes a second, with 5 ms of latency."""
-    made: list[SlowNetwork] = []
+    made = []
 
-    def make(machines: int, rate: float) -> SlowNetwork:
+    def make(machines, rate):
         made.append(SlowNetwork(machines, rate, 0.005))
         return made[-1]
 
@@ -37,9 +32,9 @@ def between() -> Iterator[Callable[[int, float], SlowNetwork]]:
 
 
 @pytest.mark.parametrize("machines", [3])
-def test_over_a_slow_network(machines: int, between: Any, tmp_path: Path) -> None:
+def test_over_a_slow_network(machines, between, tmp_path):
     network = between(machines, 12.5e6)
-    common: dict[str, Any] = {"microbatches": 6, "samples": 12}
+    common = {"microbatches": 6, "samples": 12}
     stale = {"options": {"staleness": 1}, "gradient_clip_val": 0.1}
     cases = [common, common | stale, common | {"lora": True, "accumulate_grad_batches": 3, "even": True}]
     found = several_machines.results("cases", tmp_path, machines=machines, network=network, cases=cases)
@@ -48,7 +43,7 @@ def test_over_a_slow_network(machines: int, between: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("all_of_it", [True, False])
-def test_a_network_that_stalls_ends_all_machines(all_of_it: bool, between: Any, tmp_path: Path) -> None:
+def test_a_network_that_stalls_ends_all_machines(all_of_it, between, tmp_path):
     """All of it, so that machines do not hear of each other; or the connections of gloo only."""
     network = between(2, 12.5e6)
     processes = several_machines.start("fault", 2, tmp_path, {"kind": "goes on"}, network=network)

@@ -1,13 +1,10 @@
 """Hundreds of steps leave no more behind than ten."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
@@ -38,7 +35,7 @@ class Held:
     resident: int
 
     @classmethod
-    def now(cls, trainer: pl.Trainer) -> Held:
+    def now(cls, trainer):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is free already is no leak
         tensors = {
@@ -46,7 +43,7 @@ class Held:
             for t in gc.get_objects()
             if type(t) in (torch.Tensor, torch.nn.Parameter)
         }
-        engine: Any = trainer.strategy._engine  # type: ignore[attr-defined]
+        engine = trainer.strategy._engine
         return cls(
             threads=harness.lasting_threads(),
             files=len(os.listdir("/proc/self/fd")),
@@ -58,10 +55,10 @@ class Held:
 
 
 class Watch(pl.Callback):
-    def __init__(self) -> None:
-        self.held: dict[int, Held] = {}
+    def __init__(self):
+        self.held = {}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if trainer.global_step in (EARLY, STEPS):
             self.held[trainer.global_step] = Held.now(trainer)
 
@@ -69,7 +66,7 @@ class Watch(pl.Callback):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux shows in /proc")
-def test_hundreds_of_steps(tmp_path: Path) -> None:
+def test_hundreds_of_steps(tmp_path):
     watch = Watch()
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=EVERY, save_top_k=1, monitor="train/loss_step")
     trainer = harness.trainer_of(

@@ -1,10 +1,7 @@
 """Sparse tensors in layers and in the batch: adjacencies and bags of words, as in plain Lightning."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -24,24 +21,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 class Inside(zoo.PlainClassifier):
     """Has the matrix as a buffer of its layers."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, layout):
         super().__init__(copy.deepcopy(MLP))
         self.layout = layout
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         for block in self.model.blocks:
             block.register_buffer("matrix", LAYOUTS[self.layout](ROLLED), persistent=False)
             block.forward = functools.partial(_mixed, block)
 
 
-def _mixed(block: Any, h: Tensor) -> Tensor:
+def _mixed(block, h):
     return torch.sparse.mm(block.matrix, type(block).forward(block, h).T).T
 
 
 class Bags(zoo.PlainClassifier):
     """The batch has its features in a sparse matrix, a row for each sample."""
 
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+    def loss_and_logits(self, batch):
         h = torch.sparse.mm(batch["words"], self.model.stem.weight.T) + self.model.stem.bias
         for block in self.model.blocks:
             h = block(h)
@@ -50,9 +47,9 @@ class Bags(zoo.PlainClassifier):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_buffers_of_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_of_layers(layout, monkeypatch):
     """And no word that they change."""
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(Hints, "say", lambda self, key, text: said.append(text))
     monkeypatch.setattr(Hints, "warn", lambda self, key, text: said.append(text))
     module, batches = Inside(layout), zoo.make_batches("mlp", 3)
@@ -62,7 +59,7 @@ def test_buffers_of_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("layout", ["csr"])
-def test_in_the_batch(layout: str) -> None:
+def test_in_the_batch(layout):
     module = Bags(copy.deepcopy(MLP))
     batches = [batch | {"words": LAYOUTS[layout](batch["x"].relu())} for batch in zoo.make_batches("mlp", 3)]
     assert_same(run("auto", module, batches), run(ours(), module, batches, devices=2))
@@ -70,7 +67,7 @@ def test_in_the_batch(layout: str) -> None:
         run(ours(num_microbatches=2), module, batches, devices=2)
 
 
-def test_gradients_of_an_embedding() -> None:
+def test_gradients_of_an_embedding():
     """They are dense here; few optimizers take sparse ones."""
     model = torch.nn.Sequential(torch.nn.Embedding(24, 6, sparse=True), torch.nn.Linear(6, 5))
     module = zoo.PlainClassifier(model)

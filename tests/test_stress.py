@@ -4,13 +4,10 @@ Each example is one run of `stress.faults`, which says what it looks at. That th
 `engine/test_waits`, which takes out one wait of the engine after another.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter
 from itertools import pairwise
-from typing import Any
 
 import harness
 import lightning.pytorch as pl
@@ -19,8 +16,7 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from stress import CALLS, NO_GRADIENTS, Case, check, train
 
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 # Not shrunk: what fails may depend on timing, and an example is small enough to be read as it is.
 LOOKING = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -29,11 +25,11 @@ stress = settings.get_profile("stress")
 
 
 @st.composite
-def plans(draw: st.DrawFn, microbatches: int) -> str:
+def plans(draw, microbatches):
     """Any cuts of the forward pass, any others of the backward pass, any round."""
     first = draw(st.integers(0, CALLS - 1))
 
-    def cuts() -> tuple[Span, ...]:
+    def cuts():
         at = [c for c in range(1, first) if draw(st.booleans())]
         ends = [0, *at, first]
         return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
@@ -45,7 +41,7 @@ def plans(draw: st.DrawFn, microbatches: int) -> str:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     microbatches = draw(st.integers(1, 6))
     accumulate = draw(st.sampled_from([1, 1, 2]))
     sizes = tuple(draw(st.lists(st.integers(1, 9), min_size=3, max_size=3 + accumulate - 1)))
@@ -81,20 +77,20 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(stress, max_examples=2, derandomize=True, database=None)
 @given(case=cases())
 @example(case=NO_GRADIENTS)
-def test_any_schedule(case: Case) -> None:
+def test_any_schedule(case):
     check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(4))
-def test_many_schedules(part: int) -> None:
+def test_many_schedules(part):
     """The same ones each time, so that a change is judged by itself; another ``STRESS_SEED`` gives others."""
 
     @seed(4 * int(os.environ.get("STRESS_SEED", "0")) + part)
     @settings(stress, max_examples=12, database=None)
     @given(case=cases())
-    def any_schedule(case: Case) -> None:
+    def any_schedule(case):
         check(case)
 
     any_schedule()
@@ -103,24 +99,24 @@ def test_many_schedules(part: int) -> None:
 class Alive(pl.Callback):
     """What is left of a step, without the help of the garbage collector."""
 
-    def __init__(self) -> None:
-        self.left: list[Counter[str]] = []
+    def __init__(self):
+        self.left = []
         self.before = self.counted()  # the frames of a test that failed hold some
 
     @staticmethod
-    def counted() -> Counter[str]:
+    def counted():
         packages = ("lightning_roundpipe.engine", "lightning_roundpipe.memory", "lightning_roundpipe.updates")
         ours = [o for o in gc.get_objects() if str(type(o).__module__).startswith(packages)]
         return Counter(type(o).__name__ for o in ours)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.left.append(self.counted() - self.before)
 
 
 @pytest.mark.parametrize(
     ("empty", "carry"), [(None, ""), ((2, 0), ""), ((2, 0), "; carry 0-1")], ids=["whole", "empty", "carrying"]
 )
-def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None, carry: str) -> None:
+def test_a_step_leaves_nothing_behind(empty, carry):
     """What hangs in a circle lives on, graphs and boundary tensors too, until the garbage collector happens to run."""
     case = Case(f"forward 0 1; fused 2-5; backward 0-1; round 2{carry}", 2, 4, (8, 8, 8, 8), empty, emulation={})
     gc.collect()
@@ -157,6 +153,6 @@ def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None, carry: str)
         pytest.param(Case(None, 3, 1, sizes=(8, 7, 8, 5), skips=(2, 0)), id="no plan"),
     ],
 )
-def test_schedules_by_hand(case: Case) -> None:
+def test_schedules_by_hand(case):
     """Corners that are always looked at, whatever examples are drawn above."""
     check(case)

@@ -1,32 +1,27 @@
 """Context variables and thread-local values that are set around a model hold in its layers, on any thread."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, ClassVar
 
 import pytest
 import torch
 import traps
 import zoo
-from harness import assert_same, ours, run
-from torch import Tensor
+from harness import assert_same, ours, run, seeded
 
-SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+SCALE = ContextVar("scale", default=1.0)
 LOCAL = threading.local()
 
 
 class Block(traps.Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scale = SCALE.get() * getattr(LOCAL, "scale", 1.0)
         return super().forward(x) * scale
 
 
 @contextlib.contextmanager
-def variable(value: float) -> Iterator[None]:
+def variable(value):
     token = SCALE.set(value)
     try:
         yield
@@ -35,7 +30,7 @@ def variable(value: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def of_thread(value: float) -> Iterator[None]:
+def of_thread(value):
     LOCAL.scale = value
     LOCAL.kept = torch.full((2,), value)  # which does not compare to one truth value
     try:
@@ -44,40 +39,36 @@ def of_thread(value: float) -> Iterator[None]:
         del LOCAL.scale, LOCAL.kept
 
 
-WAYS: dict[str, Callable[[float], Any]] = {"variable": variable, "thread": of_thread}
+WAYS = {"variable": variable, "thread": of_thread}
 
 
 class Around(zoo.PlainClassifier):
     """Another value in each batch, set before the step, within it around the model, or for good."""
 
-    way: ClassVar[str]
-    place: ClassVar[str]
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if self.place == "before":
             self.entered = contextlib.ExitStack()
             self.entered.enter_context(WAYS[self.way](0.5 + 0.25 * batch_idx))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.place == "before":
             self.entered.close()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if self.place == "within":
             with WAYS[self.way](0.5 + 0.25 * batch_idx):
                 return super().training_step(batch, batch_idx)
         return super().training_step(batch, batch_idx)
 
 
-def build(way: str, place: str) -> Around:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+def build(way, place):
+    with seeded(5):
         return type("Around", (Around,), {"way": way, "place": place})(traps.Net(Block))
 
 
 @pytest.mark.parametrize("place", ["before", "within", "outside"])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_holds_in_layers(way: str, place: str) -> None:
+def test_it_holds_in_layers(way, place):
     around = WAYS[way](1.5) if place == "outside" else contextlib.nullcontext()
     with around:
         plain = run("auto", build(way, place), zoo.make_batches("mlp"))

@@ -1,9 +1,5 @@
 """Named modules in tiles of tokens: the numbers of plain training, in less memory."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import zoo
@@ -27,7 +23,7 @@ from lightning_roundpipe.model.token_tiles import modules_in_tiles, run_in_tiles
         pytest.param("gpt_oss", False, {"mlp": 4, "post_attention_layernorm": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_tiles_train_as_plain_lightning(name: str, lora: bool, tiles: Any) -> None:
+def test_tiles_train_as_plain_lightning(name, lora, tiles):
     """PEFT's adapters of experts exist within their wrapper's forward only, and each tile runs that."""
     module = zoo.make_module(name, lora)
     result = run(ours(num_microbatches=3, token_tiles=tiles), module, zoo.make_batches(name), devices=2)
@@ -36,7 +32,7 @@ def test_tiles_train_as_plain_lightning(name: str, lora: bool, tiles: Any) -> No
 
 
 @pytest.mark.slow
-def test_every_plan_gives_the_same_bits() -> None:
+def test_every_plan_gives_the_same_bits():
     module, batches = zoo.make_module("llama"), zoo.make_batches("llama")
     one, other = (
         run(ours(num_microbatches=3, token_tiles=5, plan=plan), module, batches, devices=devices, blocking=True)
@@ -48,7 +44,7 @@ def test_every_plan_gives_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-def test_validation_and_tiles() -> None:
+def test_validation_and_tiles():
     module, batches = zoo.make_module("llama"), zoo.make_batches("llama")
     plain = run("auto", module, batches, val_batches=batches[:1])
     assert_same(plain, run(ours(num_microbatches=3, token_tiles=4), module, batches, val_batches=batches[:1]))
@@ -58,13 +54,12 @@ def test_validation_and_tiles() -> None:
 
 
 class MLP(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.up, self.down, self.dropout = nn.Linear(8, 64), nn.Linear(64, 8), nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(self.dropout(self.up(x).tanh()))
-        return found
+    def forward(self, x):
+        return self.down(self.dropout(self.up(x).tanh()))
 
 
 class Widest(TorchDispatchMode):
@@ -72,14 +67,14 @@ class Widest(TorchDispatchMode):
 
     tokens = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         inner = [t.shape.numel() // 64 for t in tree_leaves(out) if isinstance(t, Tensor) and t.shape[-1:] == (64,)]
         self.tokens = max(self.tokens, *inner, 0)
         return out
 
 
-def backward_of(module: nn.Module, x: Tensor, slope: Tensor) -> list[Tensor | None]:
+def backward_of(module, x, slope):
     module.zero_grad()
     x = x.clone().requires_grad_()
     out = module(x)
@@ -88,7 +83,7 @@ def backward_of(module: nn.Module, x: Tensor, slope: Tensor) -> list[Tensor | No
 
 
 @pytest.mark.parametrize("shape", [(4, 30), (40, 3), (120,)])
-def test_numbers_are_those_of_all_tokens_and_nothing_inside_is_whole(shape: tuple[int, ...]) -> None:
+def test_numbers_are_those_of_all_tokens_and_nothing_inside_is_whole(shape):
     module = nn.Sequential(MLP()).double()
     x, slope = (torch.randn(*shape, 8, dtype=torch.float64) for _ in range(2))
     whole = backward_of(module, x, slope)
@@ -101,15 +96,14 @@ def test_numbers_are_those_of_all_tokens_and_nothing_inside_is_whole(shape: tupl
     assert "forward" not in vars(module[0])
 
 
-def test_a_tile_drops_the_same_in_backward() -> None:
+def test_a_tile_drops_the_same_in_backward():
     module = nn.Sequential(MLP(dropout=0.5)).double()
     run_in_tiles(module, {"0": 4})
     x = torch.randn(1, 32, 8, dtype=torch.float64, requires_grad=True)
 
-    def loss(given: Tensor) -> Tensor:
+    def loss(given):
         torch.manual_seed(0)
-        out: Tensor = module(given)
-        return out
+        return module(given)
 
     assert torch.autograd.gradcheck(loss, x)
 
@@ -117,7 +111,7 @@ def test_a_tile_drops_the_same_in_backward() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("columns", [5, 33])
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_tiles_have_all_tokens(rows: int, columns: int, tokens: int) -> None:
+def test_tiles_have_all_tokens(rows, columns, tokens):
     shapes = tile_shapes((rows, columns), tokens)
     assert sum(r * c for r, c in shapes) == rows * columns
     assert all(r * c <= tokens and (r == 1 or c == columns) for r, c in shapes)
@@ -126,7 +120,7 @@ def test_tiles_have_all_tokens(rows: int, columns: int, tokens: int) -> None:
 # -- names
 
 
-def test_names_are_the_ends_of_paths() -> None:
+def test_names_are_the_ends_of_paths():
     model = zoo.make_module("qwen3_moe").model
     assert set(modules_in_tiles(model, {"layers.1.mlp": 8})) == {"model.layers.1.mlp"}
     ends = {name.rpartition("layers.0.")[2] for name in modules_in_tiles(model, 8) if "layers.0." in name}
@@ -135,7 +129,7 @@ def test_names_are_the_ends_of_paths() -> None:
 
 
 @pytest.mark.parametrize("tiles", [{"lp": 8}, {"0": 8, "nothing": 8}, {"blocks": 8}, 8])
-def test_names_that_match_nothing_are_refused(tiles: Any) -> None:
+def test_names_that_match_nothing_are_refused(tiles):
     module = nn.Sequential(nn.Linear(2, 2))
     module.add_module("blocks", nn.ModuleList([nn.Linear(2, 2)]))
     with pytest.raises(ValueError, match=r"token_tiles=.*Sequential"):
@@ -150,9 +144,9 @@ def test_names_that_match_nothing_are_refused(tiles: Any) -> None:
         (lambda x: x, r"takes a tensor of shape \(8,\)"),
     ],
 )
-def test_modules_that_cannot_are_refused(function: Any, what: str) -> None:
+def test_modules_that_cannot_are_refused(function, what):
     class Function(nn.Module):
-        def forward(self, x: Tensor) -> Any:
+        def forward(self, x):
             return function(x)
 
     module = nn.Sequential(Function())

@@ -1,11 +1,8 @@
 """One Trainer that does everything, and the report of a step."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
@@ -19,14 +16,14 @@ LLAMA = zoo.make_module("llama")
 
 
 @pytest.mark.slow
-def test_everything_with_one_trainer() -> None:
+def test_everything_with_one_trainer():
     """fit, validate, test, predict, and fit once more, each with a setup and a teardown of its own."""
     found = []
     for strategy in ("auto", ours()):
         trainer = trainer_of(strategy, devices=1 if strategy == "auto" else 2, accumulate_grad_batches=3)
         module, batches = copy.deepcopy(LLAMA), zoo.make_batches("llama")
         trainer.fit(module, loader(batches), loader(batches))
-        values: list[Any] = [trainer.validate(module, loader(batches), verbose=False)]
+        values = [trainer.validate(module, loader(batches), verbose=False)]
         values.append(trainer.test(module, loader(batches), verbose=False))
         values.append(trainer.predict(module, loader(batches)))
         trainer.fit_loop.max_epochs = 2
@@ -39,11 +36,11 @@ def test_everything_with_one_trainer() -> None:
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def test_report() -> None:
+def test_report():
     devices = 4
-    plan = run(ours(), LLAMA, zoo.make_batches("llama")).report["plan"]  # type: ignore[index]
+    plan = run(ours(), LLAMA, zoo.make_batches("llama")).report["plan"]
     cut = harness.per_call(harness.call_count(plan), 2)
-    script: dict[str, Any] = {"batches": zoo.make_batches("llama", 12), "accumulate_grad_batches": 4}
+    script = {"batches": zoo.make_batches("llama", 12), "accumulate_grad_batches": 4}
     report = run(ours(plan=cut), LLAMA, devices=devices, **script).report
     assert report is not None
     guide = (Path(__file__).parent.parent / "docs" / "debugging.md").read_text().split("## What a step did")[1]
@@ -77,5 +74,5 @@ def test_report() -> None:
     assert 0 <= report["bubble_pct"] <= 100
 
 
-def _total(value: Any) -> float:
+def _total(value):
     return sum(value.values() if isinstance(value, dict) else value) if not isinstance(value, (int, float)) else value

@@ -1,21 +1,18 @@
 """Traps in weights that are not a layer's own or change in a step, and in modes, flags and threads around layers."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_same, ours, run
-from torch import Tensor, nn
+from harness import assert_same, ours, run, seeded
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BigBirdConfig, BigBirdForSequenceClassification
-from traps import Block, Trap, Traps, in_turn, windows
+from traps import Block, Traps, in_turn, windows
 
 from lightning_roundpipe.config import RoundPipeError
 
@@ -25,7 +22,7 @@ trap = Traps()
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
-def with_weights(self: Trap, batch: zoo.Batch, batch_idx: int) -> Tensor:
+def with_weights(self, batch, batch_idx):
     weights = {name: p * 0.5 for name, p in self.model.named_parameters()}
     return F.cross_entropy(torch.func.functional_call(self.model, weights, (batch["x"],)), batch["y"])
 
@@ -35,26 +32,25 @@ trap("functional_call of the whole model", OTHER, training_step=with_weights)(in
 
 
 @trap("a parameter replaced in the step", "'weight' was replaced within the step")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     net.blocks[0].inner.weight = nn.Parameter(torch.zeros_like(net.blocks[0].inner.weight))
     return in_turn(net, h)
 
 
 @trap("a module replaced in the step", "a module inside layer 'model.blocks.1' was replaced within the step")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     h = net.blocks[0](h)
     net.blocks[1].register_module("inner", None)
     return net.blocks[1](h)
 
 
-def test_a_model_that_replaces_its_modules_for_short_sequences() -> None:
+def test_a_model_that_replaces_its_modules_for_short_sequences():
     """It sets attention_type to 'original_full' in its first forward. Where it has that at the start, it trains."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
-    def make(**settings: Any) -> zoo.modules.Classifier:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+    def make(**settings):
+        with seeded(0):
             return zoo.modules.Classifier(
                 BigBirdForSequenceClassification(BigBirdConfig(**sizes, **off, **settings, vocab_size=96))
             )
@@ -63,7 +59,7 @@ def test_a_model_that_replaces_its_modules_for_short_sequences() -> None:
     batch = {"input_ids": tokens, "labels": tokens[:, 0] % 2}
     with pytest.raises(RoundPipeError, match=r"was replaced.*Or set config.attention_type='original_full' before"):
         run(ours(), make(), batch)
-    script: dict[str, Any] = {"batches": batch, "steps": 4, "accumulate_grad_batches": 2}
+    script = {"batches": batch, "steps": 4, "accumulate_grad_batches": 2}
     plain = run("auto", make(), **script)
     assert_same(plain, run(ours(), make(attention_type="original_full"), devices=2, **script))
 
@@ -72,13 +68,13 @@ WRITTEN = "parameter 'weight' of layer 'model.blocks.1' was written to within th
 
 
 @trap("a weight written to in the step", WRITTEN)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     with torch.no_grad():
         net.blocks[1].inner.weight.clamp_(-0.1, 0.1)
     return in_turn(net, h)
 
 
-def sets_its_data(self: Any, x: Tensor) -> Tensor:
+def sets_its_data(self, x):
     self.inner.weight.data = torch.nn.functional.normalize(self.inner.weight.data, dim=0)
     return Block.forward(self, x)
 
@@ -86,26 +82,22 @@ def sets_its_data(self: Any, x: Tensor) -> Tensor:
 trap("a layer sets its weights' data", "writes to its own parameters while it runs", forward=sets_its_data)(in_turn)
 
 
-def give_a_neighbour(self: Trap, net: Any) -> None:
+def give_a_neighbour(self, net):
     net.blocks[1].aux = [net.blocks[0]]
-
-
-def calls_its_neighbour(self: Any, x: Tensor) -> Tensor:
-    return Block.forward(self, x) + (self.aux[0](x) if self.aux else 0)
-
-
-def reads_its_neighbour(self: Any, x: Tensor) -> Tensor:
-    return Block.forward(self, x) + (self.aux[0].inner.weight.sum() if self.aux else 0)
 
 
 trap(
     "a layer calls another", "'model.blocks.0' was called by code inside layer 'model.blocks.1'",
-    forward=calls_its_neighbour, arrange=give_a_neighbour,
+    forward=lambda self, x: Block.forward(self, x) + (self.aux[0](x) if self.aux else 0), arrange=give_a_neighbour,
 )(in_turn)  # fmt: skip
-trap("a layer reads another's weights", forward=reads_its_neighbour, arrange=give_a_neighbour)(in_turn)
+trap(
+    "a layer reads another's weights",
+    forward=lambda self, x: Block.forward(self, x) + (self.aux[0].inner.weight.sum() if self.aux else 0),
+    arrange=give_a_neighbour,
+)(in_turn)
 
 
-def quantise(self: Trap, net: Any) -> None:
+def quantise(self, net):
     net.blocks[1].inner.weight = Quantised(net.blocks[1].inner.weight)
 
 
@@ -120,24 +112,24 @@ trap("parameters that cannot be moved", "type Quantised cannot be moved.*quantis
 
 
 class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 @trap("a TorchDispatchMode around layers", "under the mode Watching")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     with Watching():
         return in_turn(net, h)
 
 
 @trap("cached parametrizations", r"under torch.nn.utils.parametrize.cached\(\)")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     with nn.utils.parametrize.cached():
         return in_turn(net, h)
 
 
 @trap("another default dtype", "called with another default dtype")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     torch.set_default_dtype(torch.float64)
     try:
         return in_turn(net, h)
@@ -145,16 +137,16 @@ def _(net: Any, h: Tensor) -> Tensor:
         torch.set_default_dtype(torch.float32)
 
 
-def call_and_forget(layer: nn.Module, h: Tensor) -> None:
+def call_and_forget(layer, h):
     with contextlib.suppress(RoundPipeError):
         layer(h)
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_layers_called_from_another_thread(swallowed: bool) -> None:
+def test_layers_called_from_another_thread(swallowed):
     """Also if that thread's error is lost: the step must fail, not train without the layer's gradient."""
 
-    def body(net: Any, h: Tensor) -> Tensor:
+    def body(net, h):
         if not swallowed:
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(net.blocks[0], h).result()
@@ -168,22 +160,22 @@ def test_layers_called_from_another_thread(swallowed: bool) -> None:
     traps.check_refused("thread")
 
 
-def test_autocast_switched_off_in_part() -> None:
+def test_autocast_switched_off_in_part():
     """In user code around a layer, and inside a layer: what runs in bfloat16 is the same as in plain training."""
-    seen: set[tuple[str, torch.dtype, torch.dtype]] = set()
+    seen = set()
 
     class Partly(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             around = self.other(x).dtype
             with torch.autocast("cpu", enabled=False):
                 seen.add((self.aux, around, self.other(x.float()).dtype))
                 return Block.forward(self, x.float())
 
-    def arrange(self: Trap, net: Any) -> None:
+    def arrange(self, net):
         for name, block in net.blocks.named_children():
             block.aux = name
 
-    def body(net: Any, h: Tensor) -> Tensor:
+    def body(net, h):
         h = net.blocks[0](h)
         with torch.autocast("cpu", enabled=False):
             h = net.blocks[1](h.float())
@@ -199,10 +191,10 @@ def test_autocast_switched_off_in_part() -> None:
 
 
 @pytest.mark.parametrize("name", trap.equal)
-def test_equals_plain(name: str) -> None:
+def test_equals_plain(name):
     trap.check_equal(name)
 
 
 @pytest.mark.parametrize("name", trap.refused)
-def test_refused(name: str) -> None:
+def test_refused(name):
     trap.check_refused(name)

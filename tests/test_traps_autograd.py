@@ -1,19 +1,13 @@
 """Traps in autograd: gradients taken by user code, transforms, checkpoints, hooks on tensors and parameters."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import zoo
 from harness import assert_tensors_same, ours, run
-from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from traps import WIDTH, Block, Trap, Traps, in_turn, windows
+from traps import WIDTH, Block, Traps, in_turn, windows
 
 trap = Traps()
 
@@ -23,7 +17,7 @@ ACROSS = r"gradients across layers .torch.autograd.grad, loss.backward.., create
 
 
 @trap("autograd.grad across a layer", ACROSS)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     h = h * 1.0
     y = net.blocks[0](h)
     (slope,) = torch.autograd.grad(y.sum(), h, create_graph=True)
@@ -31,7 +25,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("autograd.grad of what follows the layers")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     y = in_turn(net, h) * 1.0
     scale = torch.ones(WIDTH, requires_grad=True)
     slopes = torch.autograd.grad((y * scale).square().sum() + net.head.bias.square().sum(), [y, scale])
@@ -39,13 +33,13 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("backward called by the user", ACROSS)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     y = net.blocks[0](h)
     y.sum().backward(retain_graph=True)
     return y
 
 
-def penalised(self: Trap, batch: zoo.Batch, batch_idx: int) -> Tensor:
+def penalised(self, batch, batch_idx):
     loss = zoo.PlainClassifier.training_step(self, batch, batch_idx)
     slopes = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True)
     return loss + sum(slope.square().sum() for slope in slopes)
@@ -55,7 +49,7 @@ trap("autograd.grad by the weights", ACROSS, training_step=penalised)(in_turn)
 
 
 @trap("detached, and requiring grad again", calls=6)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     with torch.no_grad():
         fixed = net.blocks[0](h)
         fixed.mul_(2)
@@ -67,13 +61,13 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("the fused stage begins in inference mode", calls=11)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     with torch.inference_mode():
         constant = in_turn(net, in_turn(net, h))
     return in_turn(net, h) + constant.clone()
 
 
-def slope_inside(self: Any, x: Tensor) -> Tensor:
+def slope_inside(self, x):
     with torch.enable_grad():
         inner = x.detach().requires_grad_()
         (slope,) = torch.autograd.grad(torch.tanh(self.inner(inner)).sum(), inner, create_graph=True)
@@ -88,24 +82,24 @@ def slope_inside(self: Any, x: Tensor) -> Tensor:
 trap("gradients, transforms and hooks inside a layer", forward=slope_inside)(in_turn)
 
 
-TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+TRANSFORMS = {
     "vmap": lambda block, h: torch.func.vmap(block)(h),
     "jvp": lambda block, h: torch.func.jvp(block, (h,), (h,))[1],
 }
 for kind, transform in TRANSFORMS.items():
     trap(f"torch.func.{kind} of a layer", "under a transform of torch.func")(
-        lambda net, h, transform=transform: transform(net.blocks[0], h)  # type: ignore[misc]
+        lambda net, h, transform=transform: transform(net.blocks[0], h)
     )
 
 
 @trap("forward-mode differentiation", "under forward-mode differentiation")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(net.blocks[0](forward_ad.make_dual(h, h))).primal
 
 
 @trap("what autograd itself offers in user code")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     with torch.autograd.detect_anomaly(check_nan=False), save_on_cpu():
         h = in_turn(net, torch.func.vmap(torch.tanh)(h))
     return Reversed.apply(h)
@@ -113,18 +107,18 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 class Reversed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, grad):
         return -grad
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def checkpoints(self: Any, x: Tensor) -> Tensor:
+def checkpoints(self, x):
     for reentrant in (True, False):
         x = checkpoint(lambda y: Block.forward(self, y), x, use_reentrant=reentrant)
     return x
@@ -137,7 +131,7 @@ trap("checkpoints inside layers", forward=checkpoints)(in_turn)
 
 
 @trap("hooks on tensors, before and after layers have taken them", calls=7)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     h.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     y = net.blocks[0](h)
     z = net.blocks[1](y)
@@ -151,27 +145,27 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("a hook on a tensor between layers", "would be called with parts of its gradient.*goes to several layers")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     y = net.blocks[0](h) * 2
     y.register_hook(lambda grad: grad.clamp(-0.003, 0.003))
     return net.blocks[1](y) + net.blocks[2](y)
 
 
-def hooked(self: Trap, net: Any) -> None:
+def hooked(self, net):
     net.blocks[0].register_full_backward_hook(lambda module, ins, outs: (ins[0].clamp(-0.003, 0.003),))
 
 
 @trap("a backward hook on a layer whose output is shared", "'model.blocks.0' has backward hooks.*parts", arrange=hooked)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     y = net.blocks[0](h)
     return net.blocks[1](y) + net.blocks[2](y)
 
 
-def test_gradients_of_layer_outputs_are_kept() -> None:
+def test_gradients_of_layer_outputs_are_kept():
     """Whether asked for before or after another layer has taken the output."""
-    kept: list[list[Tensor]] = []
+    kept = []
 
-    def body(net: Any, h: Tensor) -> Tensor:
+    def body(net, h):
         h.retain_grad()
         y = net.blocks[0](h)
         z = net.blocks[1](y)
@@ -190,25 +184,25 @@ def test_gradients_of_layer_outputs_are_kept() -> None:
         assert_tensors_same([tensor.grad for tensor in plain], [tensor.grad for tensor in other])
 
 
-def on_parameters(hook: Callable[[nn.Parameter], Any]) -> Callable[..., None]:
-    def arrange(self: Trap, net: Any) -> None:
+def on_parameters(hook):
+    def arrange(self, net):
         for parameter in net.parameters():
             hook(parameter)
 
     return arrange
 
 
-def doubles_grad(parameter: Tensor) -> None:
+def doubles_grad(parameter):
     assert parameter.grad is not None
     parameter.grad.mul_(2)
 
 
-def halve(parameter: nn.Parameter) -> None:
-    parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-
-
 for late in (False, True):
-    trap(f"hooks on parameters, late={late}", arrange=on_parameters(halve), late=late)(in_turn)
+    trap(
+        f"hooks on parameters, late={late}",
+        arrange=on_parameters(lambda p: p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))),
+        late=late,
+    )(in_turn)
 trap(
     "hooks on parameters when gradients are there",
     arrange=on_parameters(lambda p: p.register_post_accumulate_grad_hook(doubles_grad)),
@@ -217,10 +211,10 @@ trap(
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", trap.equal)
-def test_equals_plain(name: str) -> None:
+def test_equals_plain(name):
     trap.check_equal(name)
 
 
 @pytest.mark.parametrize("name", trap.refused)
-def test_refused(name: str) -> None:
+def test_refused(name):
     trap.check_refused(name)

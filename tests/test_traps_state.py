@@ -2,25 +2,20 @@
 patches.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import zoo
 from accelerate.hooks import ModelHook, add_hook_to_module
-from torch import Tensor, nn
-from traps import Block, Trap, Traps, in_turn
+from torch import nn
+from traps import Block, Traps, in_turn
 
 trap = Traps()
 
 
-def keeps(aux: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
+def keeps(aux):
     """A forward that leaves something on its module."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = Block.forward(self, x)
         self.aux = aux(y)
         return y
@@ -32,7 +27,7 @@ def keeps(aux: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
 
 
 @trap("a layer sets a tensor that requires grad", forward=keeps(lambda y: y.square().mean(1, keepdim=True)))
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     for block in net.blocks:
         h = block(h)
         h = h * (1 + block.aux)
@@ -40,31 +35,31 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 class Keeping(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.kept: dict[str, list[Tensor]] = {"penalties": []}
+        self.kept = {"penalties": []}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = Block.forward(self, x)
         self.kept["penalties"] = [y.square().mean(1, keepdim=True)]
-        self.inner.seen = y.detach().tanh()  # type: ignore[assignment]
+        self.inner.seen = y.detach().tanh()
         return y
 
 
 @trap("a layer fills a dict of its own", block=Keeping)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     h = in_turn(net, h)
     return h * sum(block.kept["penalties"][0] * block.inner.seen for block in net.blocks)
 
 
-def reads_what_it_left(self: Any, x: Tensor) -> Tensor:
+def reads_what_it_left(self, x):
     y = Block.forward(self, x) * (1.0 if self.aux is None else self.aux)
     self.aux = y.cos()
     return y
 
 
 @trap("a layer reads what its last call left", forward=reads_what_it_left, calls=6)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     for block in net.blocks:
         block.aux = None
     return net.blocks[0](in_turn(net, h))
@@ -73,17 +68,17 @@ def _(net: Any, h: Tensor) -> Tensor:
 class Unregistered(Block):
     """Holds a tensor that is neither a parameter nor a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = torch.zeros(zoo.WIDTH)
 
 
-def averages(self: Any, x: Tensor) -> Tensor:
+def averages(self, x):
     self.table.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
     return Block.forward(self, x) + self.table
 
 
-def fills(self: Any, x: Tensor) -> Tensor:
+def fills(self, x):
     torch.linspace(0, 1, x.shape[1], out=self.table)
     return Block.forward(self, x) + self.table
 
@@ -98,15 +93,15 @@ trap(
 
 
 class Counting(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
 
-    def see(self, grad: Tensor) -> None:
-        self.seen.add_(grad.detach().norm())  # type: ignore[operator]
+    def see(self, grad):
+        self.seen.add_(grad.detach().norm())
 
 
-def counts_in_backward(self: Any, x: Tensor) -> Tensor:
+def counts_in_backward(self, x):
     y = Block.forward(self, x)
     if y.requires_grad:
         y.register_hook(self.see)
@@ -124,12 +119,12 @@ trap(
 # ------------------------------------------------------------------------------------------ attributes set by user code
 
 
-def reads(self: Any, x: Tensor) -> Tensor:
+def reads(self, x):
     return Block.forward(self, x) * self.flag + (0 if self.aux is None else self.aux)
 
 
 @trap("user code sets tensors on a layer", forward=reads)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     for block in net.blocks:
         block.flag = h.detach().cos()
         block.aux = h.mean(1, keepdim=True)
@@ -138,7 +133,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("user code keeps tensors on the module around the layers")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     net.skip, net.all, net.named = h, [], {}
     for name, block in net.blocks.named_children():
         h = block(h) + net.skip * 0.5
@@ -148,7 +143,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("flags are flipped around a reference pass", forward=reads, calls=8)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     for block in net.blocks:
         block.flag = 0.3
     with torch.no_grad():
@@ -159,7 +154,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("weights frozen around a pass, and around a call", calls=8)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     net.blocks[1].requires_grad_(False)
     first = in_turn(net, h)
     net.blocks[1].requires_grad_(True)
@@ -172,15 +167,15 @@ def _(net: Any, h: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- hooks on modules
 
 
-def on_each(part: Callable[[Any], nn.Module], hook: Callable[[Any], Any]) -> Callable[..., None]:
-    def arrange(self: Trap, net: Any) -> None:
+def on_each(part, hook):
+    def arrange(self, net):
         for block in net.blocks:
             hook(part(block))
 
     return arrange
 
 
-HOOKS: dict[str, Callable[[Any], Any]] = {
+HOOKS = {
     "forward": lambda m: m.register_forward_hook(lambda module, args, output: output * 1.5),
     "forward pre": lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
     "backward": lambda m: m.register_full_backward_hook(lambda module, ins, outs: (ins[0] * 2,)),
@@ -190,12 +185,12 @@ for kind, hook in HOOKS.items():
     trap(f"{kind} hooks inside layers, late", arrange=on_each(lambda block: block.inner, hook), late=True)(in_turn)
 
 
-def require_gradients(self: Trap, net: Any) -> None:
+def require_gradients(self, net):
     """What Hugging Face's ``gradient_checkpointing_enable`` registers. A recomputation without it made no graph."""
     net.requires_grad_(False)
     net.head.requires_grad_(True)
 
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+    def hook(module, args, output):
         output.requires_grad_(True)
 
     net.blocks[0].inner.register_forward_hook(hook)
@@ -204,7 +199,7 @@ def require_gradients(self: Trap, net: Any) -> None:
 trap("a hook that requires gradients inside a frozen layer", arrange=require_gradients)(in_turn)
 
 
-collected: list[Tensor] = []
+collected = []
 
 
 @trap(
@@ -212,7 +207,7 @@ collected: list[Tensor] = []
     "entered layer .* past its outputs.*Return it from the layer",
     arrange=on_each(lambda block: block.inner, lambda m: m.register_forward_hook(lambda m, a, o: collected.append(o))),
 )
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     collected.clear()
     return in_turn(net, h) + sum(map(torch.tanh, collected))
 
@@ -220,26 +215,23 @@ def _(net: Any, h: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------- patched, compiled, parametrized
 
 
-def patch_closure(module: Any) -> None:
+def patch_closure(module):
     old = module.forward
     module.forward = lambda *args, **kwargs: old(*args, **kwargs).tanh() * 2
 
 
 class Doubling(ModelHook):
-    def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+    def post_forward(self, module, output):
         return output.tanh() * 2
 
 
-PATCHES: dict[str, Callable[[Any], Any]] = {
-    "closure": patch_closure,
-    "accelerate": lambda module: add_hook_to_module(module, Doubling()),
-}
+PATCHES = {"closure": patch_closure, "accelerate": lambda module: add_hook_to_module(module, Doubling())}
 for kind, patch in PATCHES.items():
     trap(f"a layer's forward is patched by {kind}", arrange=on_each(lambda block: block, patch), late=True)(in_turn)
     trap(f"an inner forward is patched by {kind}", arrange=on_each(lambda block: block.inner, patch))(in_turn)
 
 
-def hold_functions(module: Any) -> None:
+def hold_functions(module):
     factor = 2.0
     module.functions = {"double": lambda x: x * factor, "all": [lambda x: x * factor]}
 
@@ -248,17 +240,17 @@ trap("a layer holds functions in containers", arrange=on_each(lambda block: bloc
 
 
 class Twice(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight * 2
 
 
-PARAMETRIZED: dict[str, Callable[[Any], Any]] = {
+PARAMETRIZED = {
     "weight norm by hooks": nn.utils.weight_norm,
     "a parametrization": lambda m: nn.utils.parametrize.register_parametrization(m, "weight", Twice()),
 }
 for kind, change in PARAMETRIZED.items():
 
-    def arrange(self: Trap, net: Any, change: Callable[[Any], Any] = change) -> None:
+    def arrange(self, net, change=change):
         for module in (net.stem, net.blocks[0].inner, net.blocks[2].inner):
             change(module)
 
@@ -267,10 +259,10 @@ for kind, change in PARAMETRIZED.items():
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("name", trap.equal)
-def test_equals_plain(name: str) -> None:
+def test_equals_plain(name):
     trap.check_equal(name)
 
 
 @pytest.mark.parametrize("name", trap.refused)
-def test_refused(name: str) -> None:
+def test_refused(name):
     trap.check_refused(name)

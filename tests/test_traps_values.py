@@ -1,7 +1,5 @@
 """Traps in what goes into a layer and comes out of it: written in place, changed, hidden in objects, or not there."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import UserDict
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ class Registry(dict[str, Any]):
 
 
 class Box:
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self, value=None):
         self.value = value
 
 
@@ -45,7 +43,7 @@ class Named(NamedTuple):
 
 
 @trap("user code writes to an input after the call")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     h = h * 1.0
     first = net.blocks[0](h)
     h.mul_(0.5)
@@ -55,7 +53,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("user code writes to an output that a layer has taken")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     y = net.blocks[0](h)
     z = net.blocks[1](y)
     y.add_(1)
@@ -63,7 +61,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("outputs in the hands of torch.func, operators by name, TorchScript and DLPack")
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     y = net.blocks[0](h)
     z = net.blocks[1](y)
     found = torch.func.vmap(lambda row: (row * row).mean())(y)[:, None] + torch.ops.aten.mean.dim(y, [1], True)
@@ -75,13 +73,13 @@ def scripted_mean(h: Tensor) -> Tensor:
     return h.sin().mean(1, keepdim=True)
 
 
-def writes_to_its_input(self: Any, x: Tensor) -> Tensor:
+def writes_to_its_input(self, x):
     x[:, :4].mul_(0.7)
     return self.other(torch.tanh(x))
 
 
 @trap("a layer writes to its input", forward=writes_to_its_input)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     for block in net.blocks:
         branch = block(h.view(-1, WIDTH))
         h = branch + h
@@ -89,7 +87,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @trap("a layer returns its input, which user code writes to", forward=lambda self, x: x, calls=4)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     g = h * 1.0
     y = net.blocks[0](g)
     y.add_(1)
@@ -100,13 +98,13 @@ def _(net: Any, h: Tensor) -> Tensor:
 SHARED = "returned tensors that share memory .* wrote to one of them in place.*clone what the layer returns"
 
 
-def and_a_view_of_it(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def and_a_view_of_it(self, x):
     y = Block.forward(self, x)
     return y, y[:, :4]
 
 
 @trap("user code writes to an output that shares memory with another", SHARED, forward=and_a_view_of_it)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     whole, part = net.blocks[0](h)
     part.mul_(3)
     return whole * 1
@@ -115,11 +113,11 @@ def _(net: Any, h: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 
-def with_a_second(self: Any, x: Tensor, second: Any) -> Tensor:
+def with_a_second(self, x, second):
     return Block.forward(self, x) + read(second)
 
 
-def read(value: Any) -> Any:
+def read(value):
     if callable(value):
         return value()
     if isinstance(value, (dict, UserDict)):
@@ -128,32 +126,32 @@ def read(value: Any) -> Any:
 
 
 @trap("containers and objects that hold tensors", forward=with_a_second, calls=16)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     kinds = [Registry, UserDict, dict, Named, Data, Box, SimpleNamespace]
     for kind in kinds:
         h = 0.3 * torch.tanh(net.blocks[0](h, kind(value=h * 2)) + net.blocks[1](h, [h.tanh()]))
     return h
 
 
-def a_distribution(self: Any, x: Any) -> Normal:
+def a_distribution(self, x):
     mean = Block.forward(self, x.mean if isinstance(x, Normal) else x)
     return Normal(mean, torch.nn.functional.softplus(mean))
 
 
 @trap("a layer takes and returns a distribution of torch", forward=a_distribution)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     first = net.blocks[0](h)
     last = net.blocks[2](net.blocks[1](first))
     return last.mean + last.variance + 0.1 * torch.distributions.kl_divergence(last, first)
 
 
 @trap("a tensor hidden in a closure", "uses a tensor that it was not given as an argument", forward=with_a_second)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     twice = net.blocks[0](h, Box(h)) * 2
     return net.blocks[1](h, lambda: twice)
 
 
-def appends(self: Any, x: Tensor, kept: Any) -> Tensor:
+def appends(self, x, kept):
     y = Block.forward(self, x)
     if isinstance(kept, list):
         kept.append(y.tanh())
@@ -166,8 +164,8 @@ def appends(self: Any, x: Tensor, kept: Any) -> Tensor:
 
 
 @trap("lists and dicts that a layer fills", forward=appends, calls=8)
-def _(net: Any, h: Tensor) -> Tensor:
-    kept: list[Any] = [None]
+def _(net, h):
+    kept = [None]
     total = h
     for block, registry in zip(net.blocks, [Registry(), {"value": 1}, Box(h)], strict=True):
         first = block(h, kept)
@@ -182,12 +180,12 @@ def _(net: Any, h: Tensor) -> Tensor:
     forward=lambda self, x, past: Block.forward(self, past.update(x[None, None], x[None, None], 0)[0][0, 0]),
     calls=3,
 )
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     return net.blocks[0](h, DynamicCache())
 
 
 @trap("keywords, numbers, one tensor twice, views", forward=lambda self, a, n, *, b: Block.forward(self, a) * n + b)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     wide = torch.cat([h, h * 2], 1)
     h = net.blocks[0](h, 0.5, b=h)
     h = net.blocks[1](wide[:, :WIDTH], n=2, b=wide[:, WIDTH:])
@@ -197,7 +195,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- returns
 
 
-def returns_of_every_kind(self: Any, x: Tensor) -> dict[str, Any]:
+def returns_of_every_kind(self, x):
     y = Block.forward(self, x)
     return {
         "input": x,
@@ -212,7 +210,7 @@ def returns_of_every_kind(self: Any, x: Tensor) -> dict[str, Any]:
 
 
 @trap("values of every kind are returned", forward=returns_of_every_kind)
-def _(net: Any, h: Tensor) -> Tensor:
+def _(net, h):
     for block in net.blocks:
         out = block(h)
         assert out["input"] is h and out["pair"][1] is None and out["overlapping"][1:] == ("text", 3)
@@ -224,8 +222,8 @@ def _(net: Any, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["function", "generator", "Slots"])
-def test_what_cannot_be_looked_into(kind: str) -> None:
-    def forward(self: Any, x: Tensor) -> Any:
+def test_what_cannot_be_looked_into(kind):
+    def forward(self, x):
         y = Block.forward(self, x)
         return {"function": lambda: y, "generator": (y for _ in range(1)), "Slots": Slots(y)}[kind]
 
@@ -235,10 +233,10 @@ def test_what_cannot_be_looked_into(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", trap.equal)
-def test_equals_plain(name: str) -> None:
+def test_equals_plain(name):
     trap.check_equal(name)
 
 
 @pytest.mark.parametrize("name", trap.refused)
-def test_refused(name: str) -> None:
+def test_refused(name):
     trap.check_refused(name)

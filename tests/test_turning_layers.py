@@ -4,16 +4,9 @@ In the first steps, a layer only returns tensors of its own. From `LATE` on it d
 tells the engine.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import torch
 import zoo
-from harness import assert_same, halves, ours, run
-from torch import Tensor
+from harness import assert_same, halves, ours, run, seeded
 from traps import Block, Net
 
 from lightning_roundpipe.config import RoundPipeError
@@ -29,64 +22,61 @@ class Clock:
     step = 0
 
     @classmethod
-    def is_late(cls) -> bool:
+    def is_late(cls):
         return cls.step >= LATE
 
 
 class Steps(zoo.PlainClassifier):
     """Its hook may look at weights, so that a step ends before the clock moves on."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         Clock.step = batch_idx
 
 
 class Turning(Block):
     """A block that turns into something else."""
 
-    late: Callable[[Any, Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return type(self).late(self, x) if Clock.is_late() else super().forward(x)
 
 
-def module_of(late: Callable[[Any, Tensor], Tensor]) -> Steps:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+def module_of(late):
+    with seeded(5):
         return Steps(Net(type("Turning", (Turning,), {"late": late})))
 
 
-def usual(block: Any, x: Tensor) -> Tensor:
+def usual(block, x):
     return Block.forward(block, x)
 
 
-def sets_an_attribute(block: Any, x: Tensor) -> Tensor:
+def sets_an_attribute(block, x):
     block.aux = x.detach().mean()
     return usual(block, x)
 
 
-def fills_a_list(block: Any, x: Tensor) -> Tensor:
+def fills_a_list(block, x):
     block.flag = [*(block.flag if isinstance(block.flag, list) else []), 1.0]
     return usual(block, x)
 
 
-def returns_its_input(block: Any, x: Tensor) -> Tensor:
+def returns_its_input(block, x):
     return x
 
 
-def returns_a_view_of_its_input(block: Any, x: Tensor) -> Tensor:
+def returns_a_view_of_its_input(block, x):
     return x.view(-1, x.shape[-1])
 
 
-def writes_to_its_argument(block: Any, x: Tensor) -> Tensor:
+def writes_to_its_argument(block, x):
     return usual(block, x.add_(1.0))
 
 
-def keeps_a_graph(block: Any, x: Tensor) -> Tensor:
+def keeps_a_graph(block, x):
     block.aux = block.other(x)
     return usual(block, x)
 
 
-def ran(module: Steps, plan: str = "", steps: int = STEPS) -> Any:
+def ran(module, plan="", steps=STEPS):
     strategy = ours(num_microbatches=MICROBATCHES, plan=plan or halves(CALLS))
     return run(strategy, module, zoo.make_batches("mlp")[0], steps=steps, devices=2)
 
@@ -102,25 +92,24 @@ def ran(module: Steps, plan: str = "", steps: int = STEPS) -> Any:
         keeps_a_graph,
     ],
 )
-def test_what_a_layer_does_later_equals_plain_training(late: Callable[[Any, Tensor], Tensor]) -> None:
+def test_what_a_layer_does_later_equals_plain_training(late):
     module = module_of(late)
     assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
 
 
-def of_data_that_it_only_read(block: Any) -> None:
+def of_data_that_it_only_read(block):
     data = block.inner.weight.data
     if Clock.is_late():
         data.mul_(0.5)
 
 
-def test_a_write_to_weights_that_begins_to_change_them_is_refused() -> None:
+def test_a_write_to_weights_that_begins_to_change_them_is_refused():
     class Writing(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             of_data_that_it_only_read(self)
             return super().forward(x)
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = Steps(Net(Writing))
     with pytest.raises(RoundPipeError, match="writes to its own parameters while it runs"):
         ran(module, steps=3 * LATE)  # the weights are compared when the number of writes is a power of two

@@ -1,20 +1,15 @@
 """Workers of different kinds: each gets stages that are cut for its speed and memory, and the numbers stay the same."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run
 from stress import all_reports
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.devices import emulated_work
 from lightning_roundpipe.devices.emulated import EmulatedDevice
@@ -27,20 +22,20 @@ _here = threading.local()
 
 
 @pytest.fixture
-def kinds(monkeypatch: pytest.MonkeyPatch) -> Any:
+def kinds(monkeypatch):
     """Makes emulated devices differ: ``kinds(speeds)`` gives each a name, which layers below read their speed from."""
     monkeypatch.setattr(planner, "_SHORTEST_SEARCH_S", 0.5)
 
-    def make(*speeds: float, memory: tuple[int, ...] = ()) -> None:
+    def make(*speeds, memory=()):
         original, acquire_core = EmulatedDevice.__init__, EmulatedDevice.acquire_core
 
         @contextlib.contextmanager
-        def with_speed(self: EmulatedDevice) -> Iterator[None]:
+        def with_speed(self):
             with acquire_core(self):
                 _here.speed = speeds[self.index]
                 yield
 
-        def init(self: EmulatedDevice, index: int, device: torch.device, emulation: Any) -> None:
+        def init(self, index, device, emulation):
             original(self, index, device, dataclasses.replace(emulation, memory=memory[index]) if memory else emulation)
 
         monkeypatch.setattr(EmulatedDevice, "acquire_core", with_speed)
@@ -52,52 +47,48 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class _TakeTime(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         emulated_work(FORWARD_S / getattr(_here, "speed", 1.0))
         return x * 1.0
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         emulated_work(BACKWARD_S / getattr(_here, "speed", 1.0))
         return grad * 1.0
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _TakeTime.apply(self.linear(x))  # type: ignore[no-untyped-call]
-        return out
+    def forward(self, x):
+        return _TakeTime.apply(self.linear(x))
 
 
-class Slow(pl.LightningModule):
+class Slow(Learner, lr=0.001):
     """Blocks of equal length."""
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         for block in self.blocks:
             batch = block(batch)
         return (batch**2).mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-
-def reports_of(module: pl.LightningModule, batches: list[Any], devices: int, **options: Any) -> list[dict[str, Any]]:
+def reports_of(module, batches, devices, **options):
     with all_reports() as made:
         run(ours(**options), module, batches, devices=devices, watch=False)
     return [report for make in made if not (report := make())["profiled"]]
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_the_numbers_are_those_of_plain_training(kinds: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_are_those_of_plain_training(kinds, name, monkeypatch):
     kinds(1.0, 0.5, 0.5)
     monkeypatch.setattr(planner, "worker_speeds", lambda *_: [1.0, 0.5, 0.5])
     batches = zoo.make_batches(name, 3, 8)
@@ -108,7 +99,7 @@ def test_the_numbers_are_those_of_plain_training(kinds: Any, name: str, monkeypa
 
 
 @pytest.mark.slow
-def test_each_worker_has_stages_for_its_memory(kinds: Any) -> None:
+def test_each_worker_has_stages_for_its_memory(kinds):
     """The small one could not hold what the large one has, and neither exceeds what it has."""
     small, large = 7_000, 60_000
     kinds(1.0, 0.4, memory=(large, small))

@@ -1,20 +1,14 @@
 """Stages that unpack packed weights once for all their microbatches: the same bits, in memory that the plan counts."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from harness import Result, assert_identical
+from harness import assert_identical
 from test_quantized import PLAN, batches, task, trained, with_experts
-from torch import Tensor
 
-from lightning_roundpipe.engine import planner as engine_planner
 from lightning_roundpipe.model import quantize_experts, unpacked
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 ONCE = f"{PLAN}; unpack once 0-4"
@@ -23,18 +17,18 @@ BLOCK = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
 """Bytes of the weights of a block in 32 bits."""
 
 
-def fit(module: Any, plan: str | None, devices: int = 2, **options: Any) -> Result:
+def fit(module, plan, devices=2, **options):
     return trained(module, devices, DATA, plan=plan, **({"num_microbatches": 4} | options))
 
 
 @pytest.fixture
-def unpackings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def unpackings(monkeypatch):
     """How often weights were unpacked: of linear layers to be kept, of experts in any case."""
-    found: Counter[str] = Counter()
+    found = Counter()
     places = {"dense": (unpacked, "unpack"), "experts": (quantize_experts, "_unpack")}
 
-    def counting(kind: str, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def unpack(*args: Any, **kwargs: Any) -> Tensor:
+    def counting(kind, own):
+        def unpack(*args, **kwargs):
             found[kind] += 1
             return own(*args, **kwargs)
 
@@ -46,7 +40,7 @@ def unpackings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_how_often_weights_are_unpacked(unpackings: Counter[str]) -> None:
+def test_no_bit_depends_on_how_often_weights_are_unpacked(unpackings):
     module = task("nf4")
     per_use = fit(module, PLAN, 1)
     assert not unpackings
@@ -59,9 +53,8 @@ def test_no_bit_depends_on_how_often_weights_are_unpacked(unpackings: Counter[st
     check_counted(per_use, once)
 
 
-def check_counted(per_use: Result, once: Result) -> None:
+def check_counted(per_use, once):
     # The arena is as large as the stage needs that has the most, and the plan and the device both count it.
-    assert once.report is not None and per_use.report is not None
     for key in ("planned_device_bytes", "peak_device_bytes"):
         most, before = (max(r[key]) if "peak" in key else r[key] for r in (once.report, per_use.report))
         assert most - before == 2 * BLOCK, key
@@ -74,14 +67,14 @@ def check_counted(per_use: Result, once: Result) -> None:
         (3, "forward none; fused 0-6; backward none; round 1; unpack once 0"),
     ],
 )
-def test_for_all_devices_and_plans(devices: int, plan: str) -> None:
+def test_for_all_devices_and_plans(devices, plan):
     module = task()
     careful = {"poison": True, "delay_seed": 1}
     assert_identical(fit(module, PLAN), fit(module, plan, devices, emulation=careful))
 
 
 @pytest.mark.slow
-def test_experts(unpackings: Counter[str]) -> None:
+def test_experts(unpackings):
     module = with_experts("qwen3_moe")
     per_use = fit(module, PLAN)
     often = unpackings.pop("experts")
@@ -90,26 +83,25 @@ def test_experts(unpackings: Counter[str]) -> None:
 
 
 @pytest.mark.slow
-def test_mixed_precision() -> None:
+def test_mixed_precision():
     """In mixed precision, forward and backward read copies of different formats."""
     module = task()
     assert_identical(*(trained(module, 2, DATA, "bf16-mixed", plan=plan, num_microbatches=4) for plan in (PLAN, ONCE)))
 
 
 @pytest.mark.slow
-def test_a_copy_without_room_is_made_for_each_use(monkeypatch: pytest.MonkeyPatch, unpackings: Counter[str]) -> None:
+def test_a_copy_without_room_is_made_for_each_use(monkeypatch, unpackings):
     module = task()
     per_use = fit(module, PLAN)
-    planner = engine_planner
-    real = planner.reserved_within
-    monkeypatch.setattr(planner, "reserved_within", lambda *given: real(*given)._replace(copies=BLOCK))
+    real = WorkerNeeds.reserved
+    monkeypatch.setattr(WorkerNeeds, "reserved", lambda *given: real(*given)._replace(copies=BLOCK))
     assert_identical(per_use, fit(module, ONCE))
     # Of a stage with two blocks, only the first has room.
     assert unpackings["dense"] > 2 * 6 * 7
 
 
 @pytest.mark.slow
-def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:
+def test_the_planner_unpacks_once_where_a_budget_has_room_for_it():
     module = task()
     found = {}
     for budget in (None, "64MiB", "250KiB"):
@@ -121,7 +113,7 @@ def test_the_planner_unpacks_once_where_a_budget_has_room_for_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_by_hand_whose_copies_do_not_fit_is_refused() -> None:
+def test_a_plan_by_hand_whose_copies_do_not_fit_is_refused():
     small = fit(task(), PLAN).report
     assert small is not None
     budget = device_bytes(Plan.parse(PLAN), Costs.from_dict(small["costs"]), small["workers"]) + BLOCK

@@ -1,7 +1,5 @@
 """The wheel is what users get: built, installed into a fresh environment, and used from outside the checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -14,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_installed_wheel_runs_the_main_job(tmp_path: Path) -> None:
+def test_installed_wheel_runs_the_main_job(tmp_path):
     """Two steps of it, through the console command; `.ci/smoke.py` has the checks."""
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}

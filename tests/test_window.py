@@ -1,8 +1,5 @@
 """The accumulation window: every script does what it does under plain Lightning with the same window."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +10,8 @@ import torchmetrics
 from harness import ours, quiet, trainer_of
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
-from plain_oracle import PLAIN, Record, assert_equal, assert_plain, differences, kept, on_devices, train
-from torch import Tensor, nn
+from plain_oracle import PLAIN, assert_equal, assert_plain, differences, kept, on_devices, train
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 WINDOW = 4
@@ -22,11 +19,11 @@ DEVICES = on_devices(3)
 
 
 class Block(nn.Module):
-    def __init__(self, norm: bool) -> None:
+    def __init__(self, norm):
         super().__init__()
         self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6) if norm else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.norm(self.linear(x)))
 
 
@@ -39,27 +36,23 @@ class Net(pl.LightningModule):
         stops: the batch whose end stops training.
     """
 
-    calls: list[Any]
-
-    def __init__(
-        self, adam: bool = False, norm: bool = False, skipped: tuple[int, ...] = (), fails: int = 0, stops: int = -1
-    ) -> None:
+    def __init__(self, adam=False, norm=False, skipped=(), fails=0, stops=-1):
         super().__init__()
         self.blocks, self.head = nn.Sequential(*[Block(norm) for _ in range(4)]), nn.Linear(6, 3)
         self.mean, self.by_hand = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
         self.to(torch.float64)
         self.adam, self.skipped, self.fails, self.stops = adam, skipped, fails, stops
-        self.count, self.tag, self.moved = 0, -1, {}  # type: ignore[var-annotated]
+        self.count, self.tag, self.moved = 0, -1, {}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.blocks(x))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         if isinstance(batch, dict):
             return sum((self.loss(part) for part in batch.values() if part is not None), torch.zeros(()))
         return F.cross_entropy(self(batch[0]), batch[1])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.count += 1
         self.tag = batch_idx
         if self.count == self.fails:
@@ -78,35 +71,35 @@ class Net(pl.LightningModule):
             return None
         return {"loss": loss, "batch_idx": batch_idx, "twice": 2 * loss.detach(), "name": f"batch {batch_idx}"}
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.log("started", float(batch_idx), on_step=True)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.log("ended", float(batch_idx), on_step=True, on_epoch=True)
         if batch_idx == self.stops:
             self.trainer.should_stop = True
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("by_hand", self.by_hand.compute())
         self.by_hand.reset()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def validation_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("val", loss)
         return loss
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         return self._passes("before", batch)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         return self._passes("after", batch)
 
-    def _passes(self, hook: str, batch: Any) -> Any:
+    def _passes(self, hook, batch):
         self.moved.setdefault(str(self.trainer.state.stage), []).append((hook, kept(batch)))
         return batch
 
-    def configure_optimizers(self) -> Any:
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         if self.adam:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
@@ -115,28 +108,28 @@ class Net(pl.LightningModule):
 class Watching(Net):
     """Its hooks look at gradients, so that no layer is updated before all are."""
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_before_zero_grad(self, optimizer):
         self.calls.append(("gradients zeroed", [p.grad is None for p in self.parameters()]))
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.calls.append(("gradients", [kept(p.grad) for p in self.parameters()]))
 
 
-def rows(count: int, seed: int = 1) -> TensorDataset:
+def rows(count, seed=1):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, torch.randint(0, 3, (count,), generator=generator))
 
 
-def loader(count: int = 13, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
+def loader(count=13, batch_size=1, **options):
     return DataLoader(rows(count), batch_size=batch_size, **options)
 
 
-def validation() -> DataLoader[Any]:
+def validation():
     return DataLoader(rows(5, seed=2), batch_size=2)
 
 
-def assert_window(devices: int, make: Callable[[], Net] = Net, **script: Any) -> tuple[Record, Record]:
+def assert_window(devices, make=Net, **script):
     """Two epochs in windows of four, with validation, compared with plain Lightning; the batches' transfers, too."""
     script = {"loader": loader, "val": validation, "max_epochs": 2, "accumulate_grad_batches": WINDOW} | script
     plain, other = assert_plain(devices, make, **script)
@@ -149,7 +142,7 @@ def assert_window(devices: int, make: Callable[[], Net] = Net, **script: Any) ->
 # ---------------------------------------------------------------------------------------------- the oracle's own checks
 
 
-def test_record_shows_another_window() -> None:
+def test_record_shows_another_window():
     """The comparison sees what a wrong window changes, in calls, lines and weights."""
     runs = [train(PLAIN, Net, loader, max_epochs=1, accumulate_grad_batches=window) for window in (3, 4)]
     for part in ("calls", "lines", "final"):
@@ -161,7 +154,7 @@ def test_record_shows_another_window() -> None:
 
 @on_devices(1, 3)
 @pytest.mark.parametrize(("kind", "adam"), [(Net, False), (Watching, True)])
-def test_hooks_logs_and_weights(devices: int, kind: type[Net], adam: bool) -> None:
+def test_hooks_logs_and_weights(devices, kind, adam):
     """Hooks come in the same order and find the same, whether or not they look at gradients."""
     plain, other = assert_window(devices, lambda: kind(adam=adam), watch=kind is Watching)
     assert len(plain.of("on_train_batch_end")) == 26
@@ -173,14 +166,14 @@ def test_hooks_logs_and_weights(devices: int, kind: type[Net], adam: bool) -> No
 class EachBatch(Net):
     """Changes the gradients of each batch, those of the batches in front of it included."""
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         self.calls.append(("gradients so far", [kept(p.grad) for p in self.parameters()]))
         for parameter in self.head.parameters():
             parameter.grad *= 0.5
 
 
 @DEVICES
-def test_gradients_of_each_batch(devices: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_of_each_batch(devices, caplog):
     """With ``on_after_backward``, the batches of a window run one at a time, and a message says so."""
     with caplog.at_level("INFO"):
         assert_window(devices, EachBatch)
@@ -191,14 +184,12 @@ def test_gradients_of_each_batch(devices: int, caplog: pytest.LogCaptureFixture)
 class Lbfgs(Net):
     """Its optimizer calls ``training_step`` again, for the last batch of the window alone."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
 @pytest.mark.parametrize(("kind", "window", "says"), [(Net, 1, True), (Net, WINDOW, False), (Lbfgs, 2, False)])
-def test_windows_of_one_batch_are_pointed_out(
-    kind: type[Net], window: int, says: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_windows_of_one_batch_are_pointed_out(kind, window, says, caplog):
     """Not a short one at the end of an epoch: the remedy, ``accumulate_grad_batches``, is set."""
     with caplog.at_level("INFO"), quiet():
         trainer_of(ours(), devices=2, max_epochs=1, accumulate_grad_batches=window).fit(kind(), loader(5))
@@ -208,29 +199,29 @@ def test_windows_of_one_batch_are_pointed_out(
 class Alternating(Net):
     """Trains the head in every other batch, as adapters are trained that ``training_step`` switches."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         self.requires_grad_(True)
         super().on_train_batch_start(batch, batch_idx)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.head.requires_grad_(batch_idx % 2 == 0)
         return super().training_step(batch, batch_idx)
 
 
 @DEVICES
-def test_parameters_switched_off_by_a_later_batch(devices: int) -> None:
+def test_parameters_switched_off_by_a_later_batch(devices):
     """The gradient of an earlier batch of the window counts."""
     assert_window(devices, Alternating)
 
 
 @DEVICES
-def test_logger_called_in_training_step(devices: int) -> None:
+def test_logger_called_in_training_step(devices):
     """What ``training_step`` gives the logger itself arrives, in order."""
 
     class Direct(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
-            self.logger.log_metrics({"direct": float(output["loss"].detach())}, step=1000 + self.count)  # type: ignore[union-attr]
+            self.logger.log_metrics({"direct": float(output["loss"].detach())}, step=1000 + self.count)
             return output
 
     runs = [train(d, Direct, loader, accumulate_grad_batches=WINDOW) for d in (PLAIN, devices)]
@@ -240,17 +231,17 @@ def test_logger_called_in_training_step(devices: int) -> None:
 
 
 @DEVICES
-def test_attributes_set_by_hooks(devices: int) -> None:
+def test_attributes_set_by_hooks(devices):
     """What a hook sets stays for later hooks; ``training_step`` sees it from the next window on."""
 
     class Sets(Net):
         seen, hooked = -1, -1
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             self.seen = self.hooked if batch_idx % WINDOW == 0 else self.seen
             return super().training_step(batch, batch_idx)
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             self.hooked = batch_idx
 
     assert_window(devices, Sets)
@@ -261,16 +252,15 @@ def test_attributes_set_by_hooks(devices: int) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("make", [Net, Watching])
-@pytest.mark.parametrize("interval", [6])
-def test_validation_inside_a_window(devices: int, make: Callable[[], Net], interval: int) -> None:
+def test_validation_inside_a_window(devices, make):
     """It runs after the same batch, with the same weights."""
-    plain, _ = assert_window(devices, make, val_check_interval=interval)
-    assert len(plain.of("on_validation_start")) == 2 * (13 // interval)
+    plain, _ = assert_window(devices, make, val_check_interval=6)
+    assert len(plain.of("on_validation_start")) == 2 * (13 // 6)
 
 
 @DEVICES
 @pytest.mark.parametrize(("count", "streamed"), [(20, True), (21, False), (3, True), (1, False)])
-def test_length_of_an_epoch(devices: int, count: int, streamed: bool) -> None:
+def test_length_of_an_epoch(devices, count, streamed):
     """A short window at an epoch's end is divided by the full one's size, of a stream, too."""
     assert_window(devices, loader=lambda: DataLoader(Stream(count), batch_size=1) if streamed else loader(count))
 
@@ -278,17 +268,17 @@ def test_length_of_an_epoch(devices: int, count: int, streamed: bool) -> None:
 class Stream(IterableDataset[Any]):
     """Has no length, and loses its place if it is read twice."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.items, self.at = list(rows(count)), 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         self.at %= len(self.items)
         while self.at < len(self.items):
             self.at += 1
             yield self.items[self.at - 1]
 
 
-INTERVALS: dict[str, dict[str, Any]] = {
+INTERVALS = {
     "steps without epochs": {
         "max_steps": 5,
         "max_epochs": -1,
@@ -303,13 +293,13 @@ INTERVALS: dict[str, dict[str, Any]] = {
 
 @DEVICES
 @pytest.mark.parametrize("options", INTERVALS.values(), ids=INTERVALS)
-def test_intervals_of_the_trainer(devices: int, options: dict[str, Any]) -> None:
+def test_intervals_of_the_trainer(devices, options):
     """Batches, steps and epochs count as always."""
     assert_window(devices, **options)
 
 
 @DEVICES
-def test_accumulation_scheduler(devices: int) -> None:
+def test_accumulation_scheduler(devices):
     """The size of the window may change from epoch to epoch."""
     schedule = {0: 2, 1: 4, 3: 3}
     callbacks = lambda: [GradientAccumulationScheduler(schedule)]  # noqa: E731
@@ -317,7 +307,7 @@ def test_accumulation_scheduler(devices: int) -> None:
 
 
 @DEVICES
-def test_stop_inside_a_window(devices: int) -> None:
+def test_stop_inside_a_window(devices):
     """``should_stop`` ends training after the same batch, though later ones were begun."""
     plain, other = assert_window(devices, lambda: Net(stops=5))
     assert len(plain.of("on_train_batch_end")) == len(other.of("on_train_batch_end")) == 6
@@ -327,10 +317,10 @@ def test_stop_inside_a_window(devices: int) -> None:
 
 
 @DEVICES
-def test_shuffling_by_the_default_generator(devices: int) -> None:
+def test_shuffling_by_the_default_generator(devices):
     """Nothing draws from the generator of which the loader draws the order of its samples."""
 
-    def seeded() -> Net:
+    def seeded():
         pl.seed_everything(3, verbose=False)
         return Net()
 
@@ -339,7 +329,7 @@ def test_shuffling_by_the_default_generator(devices: int) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_two_loaders(devices: int, mode: Any) -> None:
+def test_two_loaders(devices, mode):
     """A batch of several loaders is one batch."""
     assert_window(devices, loader=lambda: CombinedLoader({"a": loader(), "b": loader(6)}, mode))
 
@@ -347,20 +337,20 @@ def test_two_loaders(devices: int, mode: Any) -> None:
 class Gaps(Dataset[Any]):
     """Some of its batches are None."""
 
-    def __init__(self, gaps: tuple[int, ...]) -> None:
+    def __init__(self, gaps):
         self.gaps, self.rows = gaps, rows(12)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return None if index in self.gaps else tuple(value[None] for value in self.rows[index])
 
 
 class Tolerant(Net):
     """Takes what a loader gives, None included."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         return batch
 
     on_after_batch_transfer = on_before_batch_transfer
@@ -368,14 +358,14 @@ class Tolerant(Net):
 
 @DEVICES
 @pytest.mark.parametrize("gaps", [(0, 3), (4, 5, 6, 7)], ids=str)
-def test_none_from_a_loader(devices: int, gaps: tuple[int, ...]) -> None:
+def test_none_from_a_loader(devices, gaps):
     """Lightning passes by a batch that is None, and counts it."""
     assert_window(devices, Tolerant, loader=lambda: DataLoader(Gaps(gaps), batch_size=None))
 
 
 @DEVICES
 @pytest.mark.parametrize("skipped", [(0, 3, 12), (4, 5, 6, 7)], ids=str)
-def test_none_from_training_step(devices: int, skipped: tuple[int, ...]) -> None:
+def test_none_from_training_step(devices, skipped):
     """A batch without a loss has no gradients, and is divided by the window's size all the same."""
     assert_window(devices, lambda: Net(skipped=skipped))
 
@@ -383,7 +373,7 @@ def test_none_from_training_step(devices: int, skipped: tuple[int, ...]) -> None
 class Refusing(Block):
     refuses = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.refuses:
             raise ArithmeticError
         return super().forward(x)
@@ -392,11 +382,11 @@ class Refusing(Block):
 class Catching(Net):
     """Goes on without the batches that a layer refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[2] = Refusing(norm=False).double()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.blocks[2].refuses = batch_idx in (1, 6)
         try:
             return super().training_step(batch, batch_idx)
@@ -405,7 +395,7 @@ class Catching(Net):
 
 
 @DEVICES
-def test_errors_of_layers_that_training_step_catches(devices: int) -> None:
+def test_errors_of_layers_that_training_step_catches(devices):
     """The batch has no loss, as if ``training_step`` had returned None by itself; in the first window, too."""
     assert_window(devices, Catching)
 
@@ -416,7 +406,7 @@ def test_errors_of_layers_that_training_step_catches(devices: int) -> None:
 class Untransferable(Net):
     """Batches do not pass the transfer hook from the seventh on."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         if len(self.moved.get("RunningStage.TRAINING", [])) == 12:
             raise ZeroDivisionError
         return super().on_before_batch_transfer(batch, dataloader_idx)
@@ -427,12 +417,10 @@ FAILURES = {"step 1": lambda: Net(fails=1), "step 7": lambda: Net(fails=7), "tra
 
 @DEVICES
 @pytest.mark.parametrize("make", FAILURES.values(), ids=FAILURES)
-def test_exception_of_user_code(devices: int, make: Callable[[], Net]) -> None:
+def test_exception_of_user_code(devices, make):
     """It is raised when Lightning comes to that batch: all before it is as always, and modules are as it left them."""
-    plain, other = (train(d, make, loader, error=ZeroDivisionError, **FAILING) for d in (PLAIN, devices))
+    script = {"accumulate_grad_batches": WINDOW, "max_epochs": 2, "error": ZeroDivisionError}
+    plain, other = (train(d, make, loader, **script) for d in (PLAIN, devices))
     assert_equal(plain.calls, other.calls, "calls")
     assert_equal(plain.lines, other.lines, "logged")
     assert_equal(plain.final["weights"], other.final["weights"], "weights")
-
-
-FAILING: dict[str, Any] = {"accumulate_grad_batches": WINDOW, "max_epochs": 2}

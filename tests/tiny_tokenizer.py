@@ -1,9 +1,5 @@
 """A fast tokenizer made on the spot: bytes, and a few merges, one of which is across what a prompt may end with."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +19,7 @@ FORGETFUL = CHAT.replace("message['content']", "(message['content'] if loop.last
 SPECIAL = ("<end>", "<begin>", "<turn>", "<user>", "<assistant>", "<system>")
 
 
-def tiny_tokenizer(chat_template: str | None = CHAT, begins: bool = False) -> Any:
+def tiny_tokenizer(chat_template=CHAT, begins=False):
     """One token for each byte, and for a few words.
 
     Args:

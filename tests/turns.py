@@ -14,10 +14,8 @@ rule that they break:
 Copies are judged by `ordering`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +28,7 @@ OFF_PLAN = -1
 Row = Mapping[str, Any]
 
 
-def faults(report: Mapping[str, Any]) -> list[str]:
+def faults(report):
     """Every rule that the step broke; empty if all is well. A step without a plan has nothing to be judged by."""
     if report["profiled"]:
         return []
@@ -53,22 +51,22 @@ def faults(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _times(row: Row) -> tuple[float, float]:
+def _times(row):
     return row["start_s"], row["end_s"]
 
 
-def _shown(row: Row) -> str:
+def _shown(row):
     return f"{row['kind']} of call {row['call']} for microbatch {row['microbatch']} in slot {row['slot']}"
 
 
-def _by(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
-    groups: dict[Any, list[Row]] = defaultdict(list)
+def _by(rows, *keys):
+    groups = defaultdict(list)
     for row in rows:
         groups[tuple(row[k] for k in keys) if len(keys) > 1 else row[keys[0]]].append(row)
     return groups
 
 
-def _slots(slots: Sequence[Row], plan: Plan, workers: int, microbatches: int) -> Iterator[str]:
+def _slots(slots, plan, workers, microbatches):
     """[1]"""
     stages = plan.stages()
     rounds = -(-microbatches // plan.round_microbatches)
@@ -84,7 +82,7 @@ def _slots(slots: Sequence[Row], plan: Plan, workers: int, microbatches: int) ->
             yield f"slot {slot['slot']} is a {slot['phase']} stage of round {slot['round']}, out of the plan's order"
 
 
-def _places(compute: Sequence[Row], slots: Sequence[Row], plan: Plan, microbatches: int) -> Iterator[str]:
+def _places(compute, slots, plan, microbatches):
     """Each call in a slot of its own stage and round, with its layer there."""
     stages, size = plan.stages(), plan.round_microbatches
     for row in compute:
@@ -103,15 +101,15 @@ def _places(compute: Sequence[Row], slots: Sequence[Row], plan: Plan, microbatch
             yield f"{_shown(row)}: layer {row['layer']!r} was not loaded"
 
 
-def _one_at_a_time(compute: Sequence[Row], workers: int) -> Iterator[str]:
+def _one_at_a_time(compute, workers):
     """[2], [5]"""
     for worker in range(workers):
         mine = [r for r in compute if r["worker"] == worker]
         for before, after in pairwise(mine):
             if after["start_s"] < before["end_s"]:
                 yield f"{_shown(after)} began on worker {worker} before the end of {_shown(before)}"
-        turn: tuple[int, int] | None = None
-        between: list[Row] = []
+        turn = None
+        between = []
         for row in mine:
             if row["slot"] == OFF_PLAN:
                 between.append(row)
@@ -123,7 +121,7 @@ def _one_at_a_time(compute: Sequence[Row], workers: int) -> Iterator[str]:
             turn, between = (row["slot"], row["microbatch"]), []
 
 
-def _workers(compute: Sequence[Row], workers: int) -> Iterator[str]:
+def _workers(compute, workers):
     """[2]"""
     for worker in range(workers):
         for before, after in pairwise(r for r in compute if r["worker"] == worker):
@@ -131,7 +129,7 @@ def _workers(compute: Sequence[Row], workers: int) -> Iterator[str]:
                 yield f"{_shown(after)} came after slot {before['slot']} on worker {worker}"
 
 
-def _microbatches_of_slots(compute: Sequence[Row]) -> Iterator[str]:
+def _microbatches_of_slots(compute):
     """[3]"""
     for slot, rows in _by(compute, "slot").items():
         served = [r["microbatch"] for r in rows]
@@ -139,9 +137,9 @@ def _microbatches_of_slots(compute: Sequence[Row]) -> Iterator[str]:
             yield f"slot {slot} served microbatches {served}"
 
 
-def _calls_of_microbatches(compute: Sequence[Row], slots: Sequence[Row]) -> Iterator[str]:
+def _calls_of_microbatches(compute, slots):
     """[4]"""
-    backwards: dict[tuple[int, ...], tuple[int, ...]] = {}
+    backwards = {}
     for microbatch, rows in _by(compute, "microbatch").items():
         for before, after in pairwise(rows):
             if after["start_s"] < before["end_s"]:
@@ -166,7 +164,7 @@ def _calls_of_microbatches(compute: Sequence[Row], slots: Sequence[Row]) -> Iter
             yield f"microbatch {microbatch} ran the backward of {backward}, another one that of {backwards[*forward,]}"
 
 
-def _recomputed_ahead(recomputed: Sequence[Row], compute: Sequence[Row]) -> Iterator[str]:
+def _recomputed_ahead(recomputed, compute):
     """[4]"""
     runs = {(r["kind"], r["microbatch"], r["call"]): r for r in compute}
     if len(recomputed) != len({(r["microbatch"], r["call"]) for r in recomputed}):

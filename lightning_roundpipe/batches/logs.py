@@ -46,8 +46,7 @@ class _Call(NamedTuple):
 class LogRecorder:
     """What one microbatch, or one batch of an evaluation, has logged, in order.
 
-    Args:
-        devices: devices on which logged values may lie. A value starts its download and blocks no thread.
+    ``devices``: devices on which logged values may lie. A value starts its download and blocks no thread.
     """
 
     def __init__(self, devices: Sequence[Device] = ()) -> None:

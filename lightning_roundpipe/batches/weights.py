@@ -57,13 +57,9 @@ class LossWeights:
     """
 
     def __init__(
-        self,
-        by: LossWeight,
-        samples: Sequence[int],
-        batches: Sequence[int],
-        accumulated: int = 1,
+        self, by: LossWeight, samples: Sequence[int], batches: Sequence[int], accumulated: int = 1,
         by_function: Sequence[float] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._by, self._accumulated = by, accumulated
         self.counts_targets = by == "targets"
         self.count = len(samples)

@@ -1,12 +1,11 @@
-"""Models and adapters of a command line, without weights and without a network."""
+"""Models, adapters and packed weights of a command line, on the meta device and without a network."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import torch
 from omegaconf import OmegaConf
@@ -16,16 +15,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lightning_roundpipe.commands.command_line import Settings
 from lightning_roundpipe.commands.conf_files import is_path, read_choice, read_model
-from lightning_roundpipe.commands.packed_weights import NAMES, Quantization, read_quantization
 from lightning_roundpipe.messages import did_you_mean, first_line
+from lightning_roundpipe.model.quantize_experts import check_sizes, fused_experts, routers
 from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.meter import ATTENTION, attention
+from lightning_roundpipe.planning.packing import Packed, PackedFormat, pack
 from lightning_roundpipe.planning.profile import Precision
 
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Keys of a config.json that are about its weights' files."""
 
-_ABOUT_WEIGHTS = ("weights", "dtype", *NAMES)
+_QUANTIZED = ("quantization", "double_quantization")
+"""Settings of a model about quantisation."""
+
+_ABOUT_WEIGHTS = ("weights", "dtype", *_QUANTIZED)
 """Settings of ``from_config`` about weights. They are ignored, so that the command line of a training works here."""
 
 _DTYPES: Mapping[Precision, torch.dtype] = {
@@ -37,6 +40,44 @@ _DTYPES: Mapping[Precision, torch.dtype] = {
     "fp8": torch.bfloat16,
 }
 """Compute dtype of each precision."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A format of packed weights. ``double``: whether scales of four-bit weights are in eight bits themselves."""
+
+    form: PackedFormat
+    double: bool = True
+
+    @property
+    def words(self) -> str:
+        """The format as answers name it."""
+        if self.form == "int8":
+            return self.form
+        return f"{self.form} with scales in {'8' if self.double else '32'} bits"
+
+
+def read_quantization(model: str, own: Mapping[str, Any], changed: Settings = ()) -> Quantization | None:
+    """Return the packed format of a model's weights; None if they are not packed. Settings of the model are its
+    ``own``, and those that the command line has ``changed``.
+    """
+    packed = own.get("quantization_config") or {}
+    found: dict[str, Any] = {"quantization": None, "double_quantization": True}
+    found |= {name: own[name] for name in _QUANTIZED if name in own}
+    if packed.get("quant_method") == "bitsandbytes":  # in a config.json of packed weights
+        form = "int8" if packed.get("load_in_8bit") else packed.get("bnb_4bit_quant_type", "fp4")
+        found = {"quantization": form, "double_quantization": packed.get("bnb_4bit_use_double_quant", False)}
+    texts = [f"{name}={text}" for name, text in changed if name in _QUANTIZED]
+    found |= {str(name): value for name, value in OmegaConf.from_dotlist(texts).items()}
+    form, double = found["quantization"], found["double_quantization"]
+    if not isinstance(double, bool):
+        raise ValueError(f"model.double_quantization={double} of model={model} must be true or false.")
+    if form in (None, "none"):
+        return None
+    if form not in (known := get_args(PackedFormat)):
+        hint = did_you_mean(str(form), known)
+        raise ValueError(f"model.quantization={form} must be one of null, {', '.join(known)}.{hint}")
+    return Quantization(form, double)
 
 
 def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Quantization | None]:
@@ -80,7 +121,7 @@ def make_model(config: PretrainedConfig, name: str, precision: Precision) -> nn.
     AttentionInterface.register(ATTENTION, attention)
     build: Any = AutoModelForCausalLM.from_config
     try:
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             try:
                 model: nn.Module = build(config, dtype=_DTYPES[precision], attn_implementation=ATTENTION)
             except (KeyError, ValueError):  # some architectures allow only their own attention
@@ -96,7 +137,7 @@ def with_adapters(model: nn.Module, name: str, lora: str, changed: Settings, pac
     Raises:
         ValueError: the adapters do not fit the model, or are those of experts that are ``packed_as`` a format.
     """
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):  # of libraries about each other
         if not (settings := read_adapters(lora, changed)):
             return model
         from peft import LoraConfig, get_peft_model  # takes some seconds, with the libraries that it imports
@@ -116,12 +157,28 @@ def with_adapters(model: nn.Module, name: str, lora: str, changed: Settings, pac
     return model.train()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide warnings of libraries about each other."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def packed_weights(model: nn.Module, quantization: Quantization) -> dict[nn.Parameter, Packed]:
+    """Return the weights of ``model`` that training would pack. ``model`` has no adapters yet.
+
+    Raises:
+        ValueError: the model has experts that cannot be packed.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    kept = {id(getattr(head, "weight", None)), *(id(model.get_submodule(name).weight) for name in routers(model))}
+    linear: list[Any] = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    experts = {name: module.get_parameter(own) for name, module, own in fused_experts(model)}
+    for name, weight in experts.items():
+        if quantization.form == "int8":
+            raise ValueError(
+                f"model.quantization=int8: {name} holds experts, which are quantised in four bits only: "
+                "model.quantization=nf4."
+            )
+        check_sizes(name, weight.shape)
+    return {
+        weight: pack(weight.shape, quantization.form, quantization.double, weight.element_size())
+        for weight in (*linear, *experts.values())
+        if id(weight) not in kept
+    }
 
 
 def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:

@@ -8,16 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.answer import Answer
 from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run
 from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.config import parse_bytes, refuse_taken
 from lightning_roundpipe.messages import gib
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.export import Exported
 
 _EXAMPLES = (
     "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
@@ -78,11 +74,6 @@ def answer(arguments: Sequence[str]) -> Answer:
             )
     except ImportError as error:  # a package of an extra is missing
         raise ValueError(str(error)) from error
-    return answer_of(made)
-
-
-def answer_of(made: Exported) -> Answer:
-    """Return what was written, and the code that loads it."""
     size = gib(sum(path.stat().st_size for path in made.folder.iterdir()))
     how = f'AutoModelForCausalLM.from_pretrained({str(made.folder)!r}, dtype="auto")'
     return Answer(verdict=f"{made.contents}; {size}", notes=made.notes, paste=[how])

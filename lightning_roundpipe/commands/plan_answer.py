@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from lightning_roundpipe.commands.answer import Answer, table
-from lightning_roundpipe.commands.plan_model import Outlook, total
+from lightning_roundpipe.commands.plan_model import Outlook
 from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.memory import Item, carried_bytes, size_text
+from lightning_roundpipe.planning.memory import Item, carried_bytes, size_text, stage_rows, system_bytes, total
 
 _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
+
+_SETTINGS = (
+    "lora", "precision", "staleness", "reduce_dtype", "optimizer_state", "gradient_clip_val", "partitioner",
+    "max_positions",
+)  # fmt: skip
+_SIZES = ("workers", "microbatches", "microbatch_size", "sequence_length")
+"""What JSON says of the wish, and of the estimate."""
 
 
 def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
@@ -26,7 +32,7 @@ def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
         for heading, worker in devices.items()
     ]
     host = "Host" if found.wish.machines == 1 else "Each host"
-    tables.append(_memory_table(host, found.host_items, found.hardware.host_memory, locked=True))
+    tables.append(_memory_table(host, found.host_items, found.shape.hardware.host_memory, locked=True))
     return Answer(
         verdict=_verdict(found),
         facts=[*_facts(found), *(_tried(found, remedies) if remedies else [])],
@@ -42,7 +48,7 @@ def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
 def _fullest(found: Outlook) -> dict[str, int]:
     """Return the worker with the least room left, for each kind of device by its heading."""
     workers: dict[str, list[int]] = {}
-    for worker, device in enumerate(found.hardware.devices):
+    for worker, device in enumerate(found.shape.hardware.devices):
         workers.setdefault(f"Each {device.title}", []).append(worker)
     return {title: max(same, key=lambda worker: total(found.items_of(worker))) for title, same in workers.items()}
 
@@ -55,7 +61,7 @@ def _verdict(found: Outlook) -> str:
     if found.memory is not None and not found.fits_device:
         needs.append(f"{_share(total(found.device_items), found.memory)} a worker")
     if not found.fits_host:
-        needs.append(f"{_share(total(found.host_items), found.hardware.host_memory)} of host")
+        needs.append(f"{_share(total(found.host_items), found.shape.hardware.host_memory)} of host")
     return f"Does not fit: {', '.join(needs)}."
 
 
@@ -66,8 +72,10 @@ def _facts(found: Outlook) -> list[str]:
         lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
         if found.slower_links:
             slower = ", ".join(f"{rate:,.0f} tokens/s over {name}" for name, rate in found.slower_links.items())
-            lines.append(f"Assumes {found.hardware.upload / 1e9:,.0f} GB/s to each GPU. This plan reaches {slower}.")
-        if found.side_by_side:
+            lines.append(
+                f"Assumes {found.shape.hardware.upload / 1e9:,.0f} GB/s to each GPU. This plan reaches {slower}."
+            )
+        if found.plan.side_by_side(found.workers, found.microbatches):
             whole = " Each is a whole microbatch on one worker, as in data parallelism."
             alone = whole if len(found.plan.stages()) == 1 else ""
             lines.append(f"The {found.microbatches} rounds of a step run side by side.{alone}")
@@ -79,6 +87,14 @@ def _facts(found: Outlook) -> list[str]:
                 f"Carried: products{which} of {len(carry)} of {plural(found.plan.fused.first, 'call')} outside of the "
                 f"fused stage go to the host ({sizes / 2**30:,.0f} GiB) and come back, and are not computed again."
             )
+        host = found.shape.hardware.host_memory
+        left, system = host - total(found.host_items), system_bytes(host)
+        if left < system:
+            lines.append(
+                f"Leaves {left / 2**30:,.2f} GiB of the host to the operating system, which takes about "
+                f"{system / 2**30:,.1f} where {size_text(host)} are installed. There, plan with "
+                f"host_memory={max(0, host - system) // 2**20}MiB."
+            )
         if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
             way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'
             lines.append(
@@ -87,7 +103,7 @@ def _facts(found: Outlook) -> list[str]:
             )
     if (sent := found.communication) is not None:
         rate = sent.network.bytes_per_s
-        share = 100 * sent.cost_s / sent.period_s
+        share = 100 * sent.cost_s / found.period_s
         hidden = f"of which {_seconds(sent.cost_s)} ({share:.0f} % of a step) are not hidden"
         hidden = "which is hidden behind computing" if sent.is_hidden else hidden
         lines.append(
@@ -107,11 +123,15 @@ def _facts(found: Outlook) -> list[str]:
 
 def _notes(found: Outlook) -> list[str]:
     """Return sentences about the model, the machine, and what the estimate assumes."""
-    wish, parameters = found.wish, found.parameters
+    wish, parameters = found.wish, found.shape.parameters
     reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
     reduced += "" if wish.optimizer_state == "fp32" else f", moments in {wish.optimizer_state}"
     reduced += "" if wish.gradient_clip_val is None else ", gradients are clipped"
-    each = f"{wish.machines} machines, each {found.hardware.title}" if wish.machines > 1 else found.hardware.title
+    each = (
+        f"{wish.machines} machines, each {found.shape.hardware.title}"
+        if wish.machines > 1
+        else found.shape.hardware.title
+    )
     adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
     lines = [
         f"{wish.model}{adapters}: {_count(parameters.trained + parameters.frozen)} weights, "
@@ -142,14 +162,19 @@ def _notes(found: Outlook) -> list[str]:
             f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
             f"{found.shape.configured:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
         )
-    if found.cuts:
-        lines.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
+    if cuts := _cuts(found):
+        lines.append(f"Layers that are too large for a worker are cut: {'; '.join(cuts)}.")
     return lines
+
+
+def _cuts(found: Outlook) -> list[str]:
+    """Return the layers that are too large for a worker, and the modules they are cut into."""
+    return found.shape.refined.summary() if found.shape.refined.stuck is None else []
 
 
 def _packed(found: Outlook) -> list[str]:
     """Return sentences about packed weights: their format, and how copies of them are counted."""
-    parameters, once, stages = found.parameters, len(found.plan.unpack_once), len(found.plan.stages())
+    parameters, once, stages = found.shape.parameters, len(found.plan.unpack_once), len(found.plan.stages())
     copied = "Every product reads a copy that is made for it."
     if once:
         where = f"In {once} of {plural(stages, 'stage')}" if once < stages else "In each stage"
@@ -226,23 +251,17 @@ def _seconds(seconds: float) -> str:
 
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
     """Return what ``format=json`` prints. Keys end in their units; times and rates are None if it does not fit."""
-    wish, parameters, run, sent = found.wish, found.parameters, found.run, found.communication
+    wish, parameters, run, sent = found.wish, found.shape.parameters, found.run, found.communication
     return {
         "model": wish.model,
-        "hardware": found.hardware.title,
+        "hardware": found.shape.hardware.title,
         "assumed": list(found.assumed),
-        "lora": wish.lora,
-        "precision": wish.precision,
-        "staleness": wish.staleness,
-        "reduce_dtype": wish.reduce_dtype,
-        "optimizer_state": wish.optimizer_state,
-        "gradient_clip_val": wish.gradient_clip_val,
-        "partitioner": wish.partitioner,
-        "max_positions": wish.max_positions,
+        **{name: getattr(wish, name) for name in _SETTINGS},
         "token_tiles": dict(wish.token_tiles) if isinstance(wish.token_tiles, tuple) else wish.token_tiles,
         "machines": wish.machines,
-        "communication": sent
-        and {
+        "communication": None
+        if sent is None
+        else {
             "bytes_per_s": sent.network.bytes_per_s,
             "sent_bytes": round(sent.nbytes),
             "busy_ms": 1e3 * sent.busy_s,
@@ -255,20 +274,17 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "makespan_ms": 1e3 * run.ends_s[0] if run else None,
         "bubble_pct": found.bubble_pct if run else None,
         "data_parallel_tokens_per_s": found.data_parallel_tokens_per_s,
-        "workers": found.workers,
-        "microbatches": found.microbatches,
-        "microbatch_size": found.microbatch_size,
-        "sequence_length": found.sequence_length,
+        **{name: getattr(found, name) for name in _SIZES},
         "parameters": parameters.trained + parameters.frozen,
         "trained_parameters": parameters.trained,
         "packed_parameters": parameters.packed,
         "packed_as": parameters.packed_as or None,
-        "cut": found.cuts,
+        "cut": _cuts(found),
         **found.plan.to_dict(),
-        "side_by_side": found.side_by_side,
-        "stages": [asdict(row) for row in found.stages],
+        "side_by_side": found.plan.side_by_side(found.workers, found.microbatches),
+        "stages": stage_rows(found.plan, found.costs, found.workers),
         "device_memory": _memory(found.device_items, found.memory),
-        "host_memory": _memory(found.host_items, found.hardware.host_memory),
+        "host_memory": _memory(found.host_items, found.shape.hardware.host_memory),
         "longest_sequence": found.longest and found.longest.tokens,
         "limited_by": found.longest and found.longest.limited_by,
         "would_fit": [

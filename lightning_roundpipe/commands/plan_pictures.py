@@ -22,13 +22,14 @@ def draw_plan(found: Outlook, picture: Path | None, trace: Path | None) -> None:
     """Write the picture and the trace of an estimate that fits, unless their paths are None."""
     assert found.run is not None
     costs, workers, microbatches = found.costs, found.workers, found.microbatches
-    paper = paper_plan(costs, workers, microbatches, found.limits)
-    runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, found.rules, len(found.run.ends_s))}
+    paper, rules = paper_plan(found.problem), found.problem.rules
+    runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, rules, len(found.run.ends_s))}
     if found.plan != paper:
         runs["found by simulation"] = found.run
     name, steps = Path(found.wish.model).name, _STEPS[found.wish.staleness]
     reports = {
-        f"{name}, {how}": report_of(run, costs, microbatches, found.period_of(run), steps) for how, run in runs.items()
+        f"{name}, {how}": report_of(run, costs, microbatches, run.period_s(len(run.ends_s) // 2), steps)
+        for how, run in runs.items()
     }
     if picture:
         draw_steps(reports, picture)

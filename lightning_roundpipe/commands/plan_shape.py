@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from lightning_roundpipe.commands.choices import make_model, read_config, with_adapters
+from lightning_roundpipe.commands.choices import make_model, packed_weights, read_config, with_adapters
 from lightning_roundpipe.commands.machines import AUTO
-from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights
 from lightning_roundpipe.commands.wish import Tiles, Wish
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.model.token_tiles import modules_in_tiles, tile_shapes
-from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
-from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters
+from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters, process_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware
@@ -32,7 +30,6 @@ USUAL_LENGTH = 2048
 
 _MOST_LENGTH = 2**20
 """Positions of a model whose configuration has no limit."""
-
 
 TILE = 4096
 """Tokens of a tile in estimates with tiles, if the wish asks for no tiles."""
@@ -56,18 +53,23 @@ class ModelShape:
         model = wish.model
         config, self.quantization = read_config(model, wish.model_settings)
         if self.quantization is not None and wish.lora == "none":
-            raise ValueError(_untrained(model, self.quantization))
-        self._fp8 = wish.precision == "fp8"
-        if self._fp8:
+            raise ValueError(
+                f"model.quantization={self.quantization.form}: weights in few bits are not trained themselves, and "
+                f"lora=none has no adapters. Choose some, as lora=all_linear, or train model={model} in full with "
+                "model.quantization=null."
+            )
+        self._wish, self.hardware = wish, hardware
+        if wish.precision == "fp8":
             _refuse_without_fp8(wish, hardware)
         self.configured = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
-        self.longest = self.configured
+        self.longest = wish.max_positions or self.configured
         if wish.max_positions is not None:
-            _offer(config, wish.max_positions, model, self.configured)
-            self.longest = wish.max_positions
-        self.hardware = hardware
-        self._like_paper = self.experts_in_turn = wish.like_paper
-        """Whether the interpreter issues the operations of each expert by themselves (transformers' ``eager``)."""
+            if self.longest <= self.configured:
+                raise ValueError(
+                    f"max_positions={self.longest} is no more than the {self.configured} tokens that model={model} has "
+                    "positions for: leave it out."
+                )
+            config.get_text_config().max_position_embeddings = self.longest
         base, quantization = make_model(config, model, wish.precision), self.quantization
         self._packed = {} if quantization is None else packed_weights(base, quantization)
         form = None if quantization is None else quantization.form
@@ -77,8 +79,12 @@ class ModelShape:
         found = find_layers(root)
         self.refined = Refined(found)
         if memory is not None:
-            refined = cut_to_fit(found, self._size, memory // BESIDE)
-            sizes = {name: self._size(layer) for name, layer in refined.layers.items()}
+
+            def size(layer: nn.Module) -> Size:
+                return Size(*layer_bytes(layer, self._packed))
+
+            refined = cut_to_fit(found, size, memory // BESIDE)
+            sizes = {name: size(layer) for name, layer in refined.layers.items()}
             fits = refined.stuck is None or arenas_of(sizes) <= memory  # as training does, in the smallest arena
             self.refined = replace(refined, stuck=None) if fits else refined
         self._layers = self.refined.layers if self.refined.stuck is None else found
@@ -91,16 +97,14 @@ class ModelShape:
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
         self._known: dict[tuple[int, int], Costs] = {}
-        self.parameters = Parameters(
+        self._parameters = Parameters(
             trained, frozen, weights[0].element_size(), bool(wish.staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
             any(weight.dim() == 3 for weight in self._packed), wish.machines, wish.optimizer_state,
             shares=wish.precision.startswith(("bf16", "fp8")) and not wish.staleness and wish.machines == 1,
-            by_layer=_goes_by_layer(wish),
+            # An optimizer that clips or unscales needs all gradients first.
+            by_layer=not (wish.precision.startswith("16-") or wish.gradient_clip_val),
         )  # fmt: skip
-
-    def _size(self, layer: nn.Module) -> Size:
-        return Size(*layer_bytes(layer, self._packed))
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         """Return the costs of a microbatch of so many sequences, of so many tokens each. They are cached."""
@@ -108,6 +112,11 @@ class ModelShape:
         if key not in self._known:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
+
+    @property
+    def parameters(self) -> Parameters:
+        machine = self.hardware
+        return replace(self._parameters, process=process_bytes(0 if machine.emulated else machine.workers))
 
     def on(self, machine: Hardware) -> ModelShape:
         """Return the model with estimates for another machine, of the same kinds of devices in the same proportions."""
@@ -124,39 +133,31 @@ class ModelShape:
         other._known, other._tiled = {}, list(found.values())
         return other
 
-    def _without_logits(self) -> AbstractContextManager[object]:
-        return lean_logits(self._module) if self._lean else nullcontext()
-
     def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         machine = self.hardware
-        kinds = [self._costs_on(kind, microbatch_size, sequence_length) for kind in machine.kinds or (machine,)]
-        if len(kinds) == 1:
-            return kinds[0]
-        return Costs.of_workers([kinds[machine.kinds.index(device)] for device in machine.devices])
+        kinds = machine.kinds or (machine,)
+        each = [self._costs_on(kind, microbatch_size, sequence_length) for kind in kinds]
+        return Costs.of_workers([each[kinds.index(device)] for device in machine.devices]) if machine.kinds else each[0]
 
     def _costs_on(self, device: Hardware, microbatch_size: int, sequence_length: int) -> Costs:
         """Return the costs on devices of one kind."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with self._without_logits(), tiled(self._tiled, tile_shapes):
-            costs = self._estimate(device, input_ids=tokens, labels=tokens)
-        if self._like_paper:
-            head = self._estimate(device, input_ids=tokens).calls[-1]
-            last = replace(costs.calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
-            costs = Costs(tuple(replace(call, recomputable=()) for call in (*costs.calls[:-1], last)))
-        if self._reduced_bytes is None:
-            return costs
-        return Costs(
-            tuple(
-                replace(call, reduced_bytes=call.gradient_bytes * self._reduced_bytes // GRADIENT_BYTES)
-                for call in costs
-            )
-        )
+        without_logits = lean_logits(self._module) if self._lean else nullcontext()
+        with without_logits, tiled(self._tiled, tile_shapes):
+            calls = self._estimate(device, input_ids=tokens, labels=tokens)
+        if self._wish.like_paper:
+            head = self._estimate(device, input_ids=tokens)[-1]
+            last = replace(calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
+            calls = tuple(replace(call, recomputable=()) for call in (*calls[:-1], last))
+        if (nbytes := self._reduced_bytes) is None:
+            return Costs(calls)
+        return Costs(calls).map(lambda c: replace(c, reduced_bytes=c.gradient_bytes * nbytes // GRADIENT_BYTES))
 
-    def _estimate(self, device: Hardware, **batch: Tensor) -> Costs:
+    def _estimate(self, device: Hardware, **batch: Tensor) -> tuple[CallCost, ...]:
         return estimate_costs(
-            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self.experts_in_turn,
-            fp8=self._fp8,
-        )  # fmt: skip
+            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self._wish.like_paper,
+            fp8=self._wish.precision == "fp8",
+        ).calls  # fmt: skip
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
         """Return the times of the host, of copies, of updates and of the network, if there is one (bytes a second)."""
@@ -166,26 +167,8 @@ class ModelShape:
             share = MASTER_BYTES / GRADIENT_BYTES  # fp32 weights are sent to all machines
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
         copy_bytes = 0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes
-        return machine.rules(
-            staleness, copy_bytes, self._reduced_bytes, blocking=self._like_paper and not staleness, network=between
-        )
-
-
-def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:
-    """Set the number of positions in the configuration."""
-    if max_positions <= configured:
-        raise ValueError(
-            f"max_positions={max_positions} is no more than the {configured} tokens that model={model} has positions "
-            "for: leave it out."
-        )
-    config.get_text_config().max_position_embeddings = max_positions
-
-
-def _untrained(model: str, quantization: Quantization) -> str:
-    return (
-        f"model.quantization={quantization.form}: weights in few bits are not trained themselves, and lora=none has no "
-        f"adapters. Choose some, as lora=all_linear, or train model={model} in full with model.quantization=null."
-    )
+        blocking = self._wish.like_paper and not staleness
+        return machine.rules(staleness, copy_bytes, self._reduced_bytes, blocking=blocking, network=between)
 
 
 def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
@@ -211,14 +194,6 @@ def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
             "precision=fp8 with carry_products=true: fp8 layers count as compiled, and nothing of these is carried. "
             "Leave one of them out."
         )
-
-
-def _goes_by_layer(wish: Wish) -> bool:
-    """Return whether the optimizer steps a layer as soon as its gradients are complete, in one round of microbatches.
-
-    Clipping and loss scaling need all gradients first.
-    """
-    return not (wish.precision.startswith("16-") or wish.gradient_clip_val)
 
 
 def _is_lean(module: nn.Module) -> bool:

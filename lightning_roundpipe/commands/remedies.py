@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Outlook, look_at, shape_of, total
+from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Outlook, look_at, shape_of
 from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape
 from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.config import OPTIMIZER_STATES, parse_bytes
-from lightning_roundpipe.planning.memory import size_text
+from lightning_roundpipe.planning.memory import size_text, total
 
 TRIES = 16
 """Most tries. Each takes about a second."""
@@ -57,20 +57,9 @@ def _settings(changes: Changes) -> str:
     return " ".join(f"{name}={shlex.quote(text)}" for name, text in texts.items())
 
 
-@dataclass(frozen=True)
-class Remedies:
-    """Result of all tries: what fits, the least change first, and what does not. ``device_memory``: bytes of a device,
-    or of ``memory=`` if the wish sets it, that would be enough; None if workers are large enough.
-    """
-
-    found: list[Remedy]
-    hopeless: list[str]
-    device_memory: int | None = None
-
-
 def find_remedies(outlook: Outlook) -> Remedies:
     """Return remedies for an outlook that does not fit, by at most `TRIES` tries."""
-    tries = _Tries(outlook)
+    tries = Remedies(outlook)
     for ways in tries.alone():
         tries.first_that_fits(ways)
     if not tries.found:
@@ -78,13 +67,19 @@ def find_remedies(outlook: Outlook) -> Remedies:
     needs = [(total(one.host_items), changes) for changes, one in tries.refused if one.fits_device]
     for nbytes, changes in needs[:1] if tries.found else sorted(needs, key=lambda pair: pair[0])[:1]:
         tries.first_that_fits([{**changes, "host_memory": parse_bytes(size_text(nbytes), "host_memory")}])
-    share = 1.0 if outlook.wish.memory else MEMORY_SHARE
-    needed = None if outlook.fits_device else int(total(outlook.device_items) / share)
-    return Remedies(tries.found, tries.hopeless, needed)
+    return tries
 
 
-class _Tries:
-    """Tries changes of the wish of ``outlook``. The first of ``refused`` is none at all."""
+class Remedies:
+    """Tries changes of the wish of ``outlook``.
+
+    Attributes:
+        found: what fits, the least change first.
+        refused: changes that do not fit, and their outlooks. The first is no change at all.
+        hopeless: the changes that do not fit, as settings.
+        device_memory: bytes of a device, or of ``memory=`` if the wish sets it, that would be enough; None if workers
+            are large enough.
+    """
 
     def __init__(self, outlook: Outlook) -> None:
         self._outlook, self._wish, self._left = outlook, outlook.wish, TRIES
@@ -92,6 +87,8 @@ class _Tries:
         self.found: list[Remedy] = []
         self.refused: list[tuple[Changes, Outlook]] = [({}, outlook)]
         self.hopeless: list[str] = []
+        share = 1.0 if outlook.wish.memory else MEMORY_SHARE
+        self.device_memory = None if outlook.fits_device else int(total(outlook.device_items) / share)
 
     def alone(self) -> Iterator[list[Changes]]:
         """Yield the changes of each kind, the least first. The answer names the first of each kind that fits."""
@@ -159,7 +156,7 @@ class _Tries:
             self.hopeless.append(_settings(changes))
 
     def _shape(self, wish: Wish) -> ModelShape:
-        machine = self._outlook.hardware
+        machine = self._outlook.shape.hardware
         if wish.host_memory is not None:
             machine = replace(machine, host_memory=wish.host_memory)
         key = replace(wish, microbatch_size=None, microbatches=None, sequence_length=None, host_memory=None)

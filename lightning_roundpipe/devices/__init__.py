@@ -30,10 +30,7 @@ __all__ = [
 
 
 def make_devices(
-    kind: Literal["cpu", "cuda"],
-    torch_devices: Sequence[torch.device],
-    emulation: Emulation,
-    pin_memory: str = "auto",
+    kind: Literal["cpu", "cuda"], torch_devices: Sequence[torch.device], emulation: Emulation, pin_memory: str = "auto"
 ) -> list[Device]:
     """Create one device per worker, numbered in the order of ``torch_devices``.
 
@@ -41,8 +38,7 @@ def make_devices(
         kind: ``"cpu"`` for emulated devices, ``"cuda"`` for GPUs.
         torch_devices: one entry per worker; entries may repeat.
         emulation: how emulated devices behave. GPUs accept the default only.
-        pin_memory: whether host buffers of GPUs are pinned: ``"auto"``, ``"on"`` or ``"off"``. Emulated devices
-            ignore it.
+        pin_memory: whether host buffers of GPUs are pinned: ``"auto"``, ``"on"`` or ``"off"``.
 
     Raises:
         ValueError: a GPU does not exist, or ``emulation`` is not the default for GPUs.

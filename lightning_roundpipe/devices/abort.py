@@ -19,7 +19,7 @@ class AbortSwitch:
     """The abort switch of one device.
 
     Attributes:
-        why: None until the switch is thrown, then the reason for the error message.
+        why: the reason, for the error message, while the switch is thrown; else None.
         closed: whether the switch stays thrown.
     """
 

@@ -39,18 +39,12 @@ def empty_alike(t: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_alike(t: Tensor) -> Tensor:
-    """Return a copy in ``t``'s memory layout. `Tensor.clone` closes the gaps of a view.
-
-    What has no layout of its own (sparse tensors, subclasses) is cloned, and so is a tensor to which torch refuses to
-    write, as its elements overlap.
-    """
-    if not _has_layout(t):
-        return t.clone()
-    return filled(empty_alike(t, t.device), t)
+    """Return a copy in ``t``'s memory layout if it has one: `Tensor.clone` closes the gaps of a view."""
+    return filled(empty_alike(t, t.device), t) if _has_layout(t) else t.clone()
 
 
 def clone_alike(t: Tensor) -> Tensor:
-    """Return what `copy_alike` does, by a function that autograd knows."""
+    """Return a differentiable `copy_alike`."""
     return cast(Tensor, _CopyAlike.apply(t)) if _has_layout(t) else t.clone()  # type: ignore[no-untyped-call]
 
 

@@ -37,10 +37,7 @@ POISON = 0xFF
 
 
 class TrackedTensors(AbstractContextManager["TrackedTensors"]):
-    """Tensors that count as resident on a device.
-
-    They count until ``release()``, the end of the ``with`` block, or the deletion of this object.
-    """
+    """Tensors that count as resident on a device until `release`, the end of the block, or this object's deletion."""
 
     def release(self) -> None:
         """Stop counting the tensors. Idempotent."""
@@ -60,7 +57,7 @@ class Event(ABC):
 
         Raises:
             StreamAborted: the event's device was aborted or closed, before or during the wait.
-            StreamError: work on the stream before this point failed. (CUDA raises its own errors.)
+            StreamError: earlier work on the stream failed. (CUDA raises its own errors.)
         """
 
     @abstractmethod
@@ -83,18 +80,14 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self, *, timed: bool = False) -> Event:
-        """Return an event that is done when all work now on the stream is done.
-
-        Args:
-            timed: whether ``Event.time()`` is needed.
-        """
+        """Return an event that is done when all work now on the stream is done. ``timed``: for `Event.time`."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let all work enqueued from now on run after ``event``, which may be of any device of the same kind.
+        """Let all work enqueued from now on run after ``event``, of any device of the same kind.
 
-        Does not block the caller, except on an emulated ``compute`` stream, which is the calling thread itself, and on
-        a GPU until ``event`` is recorded, which a stream with a thread of its own does late.
+        Blocks the caller on an emulated ``compute`` stream, which is the calling thread itself, and on a GPU until
+        ``event`` is recorded, which a stream with a thread of its own does late.
         """
 
     @abstractmethod
@@ -139,13 +132,11 @@ class Stream(ABC):
 class Device(ABC):
     """One worker's device: streams, memory, and the random generator of the layers that run on it.
 
-    What only some hardware needs does nothing by default: page-locked memory, a driver's libraries and process-wide
-    settings, counts of memory that no allocator keeps.
-
-    Layers run on ``compute``. The five copy streams are independent of each other except for the link: the ``_up``
-    streams share the direction to the device, both ``_down`` streams the other. Activations go first on the link and
-    wait at most `copy_priority.MAX_WAIT_S` for a chunk of weights or gradients. Those that are still on their way to
-    the host go up on ``arrivals_up``, so that those that are there do not wait behind them.
+    What only some hardware needs does nothing by default. Layers run on ``compute``. The five copy streams are
+    independent of each other except for the link: the ``_up`` streams share the direction to the device, both ``_down``
+    streams the other. Activations go first on the link and wait at most `copy_priority.MAX_WAIT_S` for a chunk of
+    weights or gradients. Those that are still on their way to the host go up on ``arrivals_up``, so that those that are
+    there do not wait behind them.
     """
 
     compute: Stream
@@ -167,10 +158,7 @@ class Device(ABC):
     """Whether autograd runs backward on the thread that calls it, as on the host, and not on one of its own."""
 
     def __init__(self, index: int, torch_device: torch.device) -> None:
-        self.index = index
-        """The worker's number. Two workers may share one GPU."""
-        self.torch_device = torch_device
-        """Where torch allocates this device's tensors."""
+        self.index, self.torch_device = index, torch_device
         self._switch = AbortSwitch(f"Device {index}")
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         """Arenas, with their purposes, by the keys of their storages."""
@@ -197,11 +185,7 @@ class Device(ABC):
     def allocate(self, nbytes: int, purpose: str) -> Tensor:
         """Allocate an arena: uninitialised device memory, shape ``(nbytes,)``, uint8, 256-byte aligned.
 
-        The device keeps it until ``free``.
-
-        Args:
-            nbytes: its size; may be 0.
-            purpose: its name in out-of-memory errors.
+        The device keeps it until `free`. ``purpose`` names it in out-of-memory errors.
 
         Raises:
             DeviceOutOfMemory: it does not fit.
@@ -212,21 +196,9 @@ class Device(ABC):
         return arena
 
     def free(self, buffer: Tensor) -> None:
-        """Free an arena. Work that uses it must be done.
-
-        Args:
-            buffer: the tensor that ``allocate`` returned, not a view of it.
-
-        Raises:
-            ValueError: this device did not allocate it, or freed it already.
-        """
-        key = buffer.untyped_storage()._cdata
-        arena, purpose = self._arenas.get(key, (None, ""))
-        if arena is not buffer:
-            raise ValueError(
-                f"this tensor of {buffer.numel()} elements is not an arena of device {self.index}, or not any more."
-            )
-        del self._arenas[key]
+        """Free an arena, the tensor that `allocate` returned. Work that uses it must be done."""
+        arena, purpose = self._arenas.pop(buffer.untyped_storage()._cdata, (None, ""))
+        assert arena is buffer, f"this is not an arena of device {self.index}, or not any more"
         self._freed(arena, purpose)
 
     @abstractmethod
@@ -242,10 +214,7 @@ class Device(ABC):
         return
 
     def worth_copying(self, nbytes: int) -> bool:
-        """Return whether to copy ``nbytes`` of weights from mapped files into `host_buffer` memory.
-
-        True if uploads from there are faster and the host has room for the copy.
-        """
+        """Return whether a copy of ``nbytes`` in `host_buffer` makes uploads from mapped files faster, and fits."""
         return False
 
     @abstractmethod
@@ -256,40 +225,25 @@ class Device(ABC):
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         """Return a device tensor like ``t`` (shape, dtype, strides), written on ``filled_on`` and used on ``compute``.
 
-        Allocate such tensors here only: other memory may still be in use by earlier work of another stream.
-
-        Args:
-            t: the tensor whose layout to copy.
-            filled_on: the stream that writes the new tensor.
-            lent: whether the tensor goes to `free_after_compute` in the end. Then its memory belongs to ``filled_on``,
-                which need not wait for ``compute``. Otherwise it belongs to ``compute``, and the tensor may be deleted
-                at any time.
+        Allocate such tensors here only: other memory may still be in use by earlier work of another stream. A ``lent``
+        tensor goes to `free_after_compute` in the end. Its memory belongs to ``filled_on``, which need not wait for
+        ``compute``. Other memory belongs to ``compute``, and the tensor may be deleted at any time.
 
         Raises:
             DeviceOutOfMemory: it does not fit. (Emulated devices count it when it is tracked.)
         """
 
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
-        """Keep ``lent`` tensors until ``compute`` has done the work that is on it now.
-
-        The stream that owns their memory would reuse it without waiting for ``compute``.
-        """
+        """Keep ``lent`` tensors, whose stream does not wait for ``compute``, until its present work is done."""
         return
 
     def drop_finished(self) -> None:
-        """Release the tensors that streams keep for work that is done by now.
-
-        Each stream does so by itself, but only at its next call. After the last download of a forward pass, that may be
-        in the next step.
-        """
+        """Release what streams keep for work that is done by now, rather than at their next calls."""
         for stream in self.all_streams:
             stream.drop_finished()
 
     def named(self, *name: object) -> AbstractContextManager[None]:
-        """Return the context that marks the work enqueued inside for a profiler.
-
-        The words of ``name``, joined by spaces, are its label.
-        """
+        """Return the context that marks the work enqueued inside for a profiler, by the words of ``name``."""
         return NOTHING
 
     def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
@@ -304,19 +258,11 @@ class Device(ABC):
         return TrackedTensors()
 
     def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        """Count the tensors' storages as resident for as long as they live, except those within an arena.
-
-        Raises:
-            DeviceOutOfMemory: one does not fit. The ones before it stay counted.
-        """
+        """Count the tensors' storages, except arenas, as long as they live, or raise `DeviceOutOfMemory`."""
         return
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
-        """Count what autograd saves inside, until the graph that saved it is freed.
-
-        Raises (inside):
-            DeviceOutOfMemory: it does not fit.
-        """
+        """Count what autograd saves inside until its graph is freed; `DeviceOutOfMemory` inside if it does not fit."""
         return NOTHING
 
     @abstractmethod
@@ -328,10 +274,7 @@ class Device(ABC):
         """Start a new peak at the bytes resident now."""
 
     def allocation_retries(self) -> int:
-        """Return how often the allocator returned its whole cache to find room, since the process began.
-
-        Workers of one GPU report their sum.
-        """
+        """Return how often the allocator has emptied its cache to find room. Workers of a GPU report their sum."""
         return 0
 
     @abstractmethod
@@ -355,9 +298,7 @@ class Device(ABC):
         return
 
     def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
-        """Free what libraries keep. From now on, `library_bytes` counts each microbatch's thread.
-
-        Call it after the first batch, while nothing runs.
+        """Free what libraries keep, while nothing runs. From now on, `library_bytes` counts each microbatch's thread.
 
         Args:
             devices: all devices of the run, including this one.
@@ -367,21 +308,16 @@ class Device(ABC):
 
     @abstractmethod
     def acquire_core(self) -> AbstractContextManager[None]:
-        """Return the context in which a layer computes. Not reentrant. Do not wait inside: emulated devices check that.
-
-        Emulated devices share the machine's cores, and four forwards at once take longer than one after another. Layers
-        that only pretend to compute release the core meanwhile (`emulated_work`).
-        """
+        """Return the context in which a layer computes. Not reentrant; nothing may wait inside (`core_semaphore`)."""
 
     def process_settings(self) -> AbstractContextManager[None]:
         """Return the context of this kind's process-wide settings. The main thread enters it."""
         return NOTHING
 
     def follow_caller(self) -> None:
-        """Let ``compute`` wait for what the calling thread has enqueued on a stream of its own.
+        """Let ``compute`` wait for what the calling thread, in user code between steps, has enqueued on its own stream.
 
-        User code between steps runs there. What it writes is read by the next step, and what it reads is memory of
-        ``compute``, which is used again once user code has let go of it.
+        What that writes is read by the next step, and what it reads is memory that ``compute`` may use again.
         """
         return
 
@@ -398,18 +334,14 @@ class Device(ABC):
         """Make this the calling thread's current device, and ``compute`` its current stream."""
 
     def abort(self) -> None:
-        """Make all present and future waits and stream calls raise ``StreamAborted`` until ``reset()``.
+        """Make all waits and stream calls, of any thread, raise ``StreamAborted`` until `reset`.
 
-        Any thread may call it. Queued work is dropped where possible, so the content of buffers is undefined
-        afterwards.
+        Queued work is dropped where possible, so the content of buffers is undefined afterwards.
         """
         self._switch.throw("aborted because another thread failed")
 
     def reset(self) -> None:
-        """End an abort and clear stream errors, after all enqueued work has come to rest.
-
-        Call it while no other thread uses the device.
-        """
+        """End an abort and clear stream errors, after all enqueued work. No other thread may use the device."""
         assert not self._switch.closed, f"device {self.index} is closed"
         self._switch.throw("being reset")
         for stream in self.streams:

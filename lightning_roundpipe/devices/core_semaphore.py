@@ -14,14 +14,30 @@ import time
 
 from lightning_roundpipe.devices import intraop_threads
 
-Semaphore = queue.SimpleQueue[None]
-"""A token for each permit. `queue.SimpleQueue` is written in C, `threading.Semaphore` in Python."""
+
+class Semaphore:
+    """The context in which a thread holds one of so many permits and is recorded as its holder."""
+
+    __slots__ = ("_permits",)
+
+    def __init__(self, permits: int) -> None:
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C; `threading.Semaphore` is in Python
+        for _ in range(permits):
+            self._permits.put(None)
+
+    def __enter__(self) -> None:
+        assert _mine.held is None, "a permit is not reentrant: this thread would wait for itself"
+        self._permits.get()
+        _mine.held = self
+
+    def __exit__(self, *_: object) -> None:
+        _mine.held = None
+        self._permits.put(None)
 
 
 class _Permits(threading.local):
-    """The semaphore of which the calling thread holds a permit; None if it holds none."""
-
     held: Semaphore | None = None
+    """The semaphore of which the calling thread holds a permit."""
 
 
 _mine = _Permits()
@@ -34,29 +50,8 @@ def concurrent_devices() -> int:
 
 @functools.cache
 def semaphore(permits: int) -> Semaphore:
-    """Return the semaphore with so many permits, which all devices share. Only the main thread makes devices."""
-    made: Semaphore = queue.SimpleQueue()
-    for _ in range(permits):
-        made.put(None)
-    return made
-
-
-class HeldCore:
-    """The context in which a thread holds one of ``permits`` and is recorded as its holder. Threads share it."""
-
-    __slots__ = ("_permits",)
-
-    def __init__(self, permits: Semaphore) -> None:
-        self._permits = permits
-
-    def __enter__(self) -> None:
-        assert _mine.held is None, "a permit is not reentrant: this thread would wait for itself"
-        self._permits.get()
-        _mine.held = self._permits
-
-    def __exit__(self, *_: object) -> None:
-        _mine.held = None
-        self._permits.put(None)
+    """Return the semaphore that all devices share. Only the main thread makes devices."""
+    return Semaphore(permits)
 
 
 def emulated_work(seconds: float) -> None:
@@ -67,17 +62,14 @@ def emulated_work(seconds: float) -> None:
     """
     if seconds <= 0:
         return
-    permits = _mine.held
-    if permits is None:
+    if (held := _mine.held) is None:
         time.sleep(seconds)
         return
-    _mine.held = None
-    permits.put(None)
+    held.__exit__()
     try:
         time.sleep(seconds)
     finally:
-        permits.get()
-        _mine.held = permits
+        held.__enter__()
 
 
 def assert_none_held() -> None:

@@ -35,12 +35,11 @@ The boundary tensors of 12 ms on an RTX 4090, for layers of width 2,048.
 
 
 class CudaDevice(Device):
-    """One worker on a GPU.
+    """One worker on a GPU, ``torch_device``.
 
     Args:
         index: the worker's number.
-        torch_device: the GPU, with its index.
-        pin_memory: ``"auto"``, ``"on"`` or ``"off"``; see ``pinned.host_buffer``.
+        pin_memory: see `pinned.host_buffer`.
         sharers: how many workers use this GPU. They share one compute stream: user code carries tensors from one worker
             to the next, and frees them without knowing of another stream that may still read them.
         turn: the worker's number among the sharers. Each has its own copy streams.
@@ -224,11 +223,7 @@ class CudaDevice(Device):
 
 
 def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[Device]:
-    """Create one device per entry. Entries that name the same GPU are workers that share its memory and generator.
-
-    Raises:
-        ValueError: a GPU does not exist.
-    """
+    """Create one device per entry. Entries that name the same GPU are workers that share its memory and generator."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     numbers = [d.index or 0 for d in torch_devices]
     for number in numbers:

@@ -43,18 +43,13 @@ FIRST_GUESS = 4e9
 
 
 class QueuedEvent(GpuEvent):
-    """An event that the stream's own thread records when it gets there.
-
-    Args:
-        given: reached once the CUDA event is recorded.
-    """
+    """An event that the stream's own thread records when it gets there: ``given`` is reached then."""
 
     def __init__(self, given: ThreadEvent) -> None:
         self.given = given
         self.recorded: CudaEvent | None = None
 
     def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
-        """Block until the CUDA event is recorded, and return it. ``switch`` aborts the wait too."""
         self.given.wait_on_behalf_of(switch)
         assert self.recorded is not None
         return self.recorded
@@ -98,7 +93,6 @@ class ChunkedCopyStream(QueuedStream):
 
     @property
     def chunk_bytes(self) -> float:
-        """The size of a chunk in bytes."""
         return max(MIN_CHUNK_BYTES, self.bytes_per_second * MAX_WAIT_S / IN_FRONT)
 
     def record(self, *, timed: bool = False) -> Event:

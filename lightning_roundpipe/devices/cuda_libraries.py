@@ -20,17 +20,14 @@ _USUAL, _SINCE_HOPPER = (2 * 4096 + 8 * 16) * _KIB, 8 * 4096 * _KIB
 
 
 def library_bytes(torch_device: torch.device, others: int) -> int:
-    """Return the bytes of one worker's workspaces, plus those of ``others``, the other microbatches' threads."""
-    return (_THREADS + others) * workspace_bytes(torch_device)
+    """Return the bytes of one worker's workspaces, plus those of ``others``, the other microbatches' threads.
 
-
-def workspace_bytes(torch_device: torch.device) -> int:
-    """Return the bytes of cuBLAS's workspace for one thread and stream. cuBLASLt uses the same one (torch 2.7)."""
+    cuBLAS has one for each thread and stream, which cuBLASLt uses, too.
+    """
     said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))  # such as :4096:2:16:8
-    if said:
-        return sum(int(size) * int(count) * _KIB for size, count in said)
-    major: int = torch.cuda.get_device_properties(torch_device).major
-    return _SINCE_HOPPER if major >= 9 else _USUAL  # with major 12, older versions of torch take less
+    usual = _SINCE_HOPPER if torch.cuda.get_device_properties(torch_device).major >= 9 else _USUAL
+    each = sum(int(size) * int(count) * _KIB for size, count in said) if said else usual
+    return (_THREADS + others) * each
 
 
 def multiply(torch_device: torch.device) -> None:

@@ -136,15 +136,7 @@ class CudaEvent(GpuEvent):
 
 
 class CudaStream(Stream):
-    """A CUDA stream, and the tensors that its unfinished work uses.
-
-    Args:
-        name: for errors and profilers.
-        torch_device: the GPU.
-        role: which of the GPU's streams this is, see `stream_of`.
-        clock: the GPU's clock.
-        switch: the worker's abort switch.
-    """
+    """A CUDA stream, and the tensors that its unfinished work uses. ``role``: which of the GPU's, see `stream_of`."""
 
     def __init__(
         self, name: str, torch_device: torch.device, role: str, clock: EventClock, switch: AbortSwitch
@@ -160,7 +152,6 @@ class CudaStream(Stream):
         return CudaEvent(self._record(timed), self._clock if timed else None, self._switch)
 
     def wait(self, event: Event) -> None:
-        """Block until ``event`` is recorded (that may be late after copies of pageable memory), enqueue the wait."""
         self._switch.check()
         assert isinstance(event, GpuEvent)
         self.stream.wait_event(event.on_gpu(self._switch).event)

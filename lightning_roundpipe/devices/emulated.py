@@ -7,9 +7,11 @@ bandwidth. On request, random delays and poison make missing waits show.
 from __future__ import annotations
 
 import ctypes
+import random
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,14 +21,16 @@ from lightning_roundpipe.devices import core_semaphore, intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import NOTHING, POISON, Device, Stream, TrackedTensors
-from lightning_roundpipe.devices.emulated_link import Delays, Link
-from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
+from lightning_roundpipe.devices.emulated_link import Link
+from lightning_roundpipe.devices.emulated_streams import Delays, InlineStream, ThreadStream
 from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
 from lightning_roundpipe.devices.saved import counting_paused_in_transforms, saved_for_backward
 from lightning_roundpipe.heap import share_heap
 
 ALIGNMENT = 256
 """Bytes. The least alignment of a GPU's allocator, which vectorised kernels rely on."""
+MAX_DELAY = 0.002
+"""Longest random delay, in seconds: longer than a small layer, short enough for tests with hundreds of copies."""
 
 
 class EmulatedDevice(Device):
@@ -44,7 +48,7 @@ class EmulatedDevice(Device):
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
         self._saved_for_backward = saved_for_backward(self._ledger, self._arenas)
-        self._core = core_semaphore.HeldCore(core_semaphore.semaphore(core_semaphore.concurrent_devices()))
+        self._core = core_semaphore.semaphore(core_semaphore.concurrent_devices())
         self._thread_delays = self._delays("threads")
         rate = None if bandwidth is None else float(bandwidth)
         up, down = (Link(rate, emulation.latency, self._switch) for _ in range(2))
@@ -60,7 +64,7 @@ class EmulatedDevice(Device):
 
     def _delays(self, name: str) -> Delays | None:
         seed = self._emulation.delay_seed
-        return None if seed is None else Delays(seed, f"{self.index}/{name}")
+        return None if seed is None else partial(random.Random(f"{seed}/{self.index}/{name}").uniform, 0, MAX_DELAY)
 
     def _copy_stream(self, name: str, link: Link, *, first: bool) -> ThreadStream:
         full = f"roundpipe-dev{self.index}-{name}"
@@ -81,10 +85,7 @@ class EmulatedDevice(Device):
         self._ledger.end(arena.untyped_storage()._cdata, purpose)
 
     def _poison(self, fresh: Tensor) -> Tensor:
-        """Overwrite fresh memory, to show reads before the first write.
-
-        Reused memory often still holds the right values, those of the step before.
-        """
+        """Overwrite fresh memory, so that reads before the first write show: it may hold the right values."""
         if self._emulation.poison:
             ctypes.memset(fresh.untyped_storage().data_ptr(), POISON, fresh.untyped_storage().nbytes())
         return fresh
@@ -94,10 +95,8 @@ class EmulatedDevice(Device):
             return self._poison(torch.empty(nbytes, dtype=torch.uint8))
 
     def host_like(self, t: Tensor) -> Tensor:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.host_like(t)
-        return self._poison(empty_alike(t, self.torch_device))
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING:
+            return self._poison(empty_alike(t, self.torch_device))
 
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         return self.host_like(t)  # all memory is the host's
@@ -137,7 +136,7 @@ class EmulatedDevice(Device):
 
     def acquire_core(self) -> AbstractContextManager[None]:
         if self._thread_delays is not None:
-            self._switch.sleep(self._thread_delays.next())
+            self._switch.sleep(self._thread_delays())
         self._switch.check()
         return self._core
 
@@ -148,7 +147,7 @@ class EmulatedDevice(Device):
 
     def activate(self) -> AbstractContextManager[None]:
         if self._thread_delays is not None:
-            time.sleep(self._thread_delays.next())
+            time.sleep(self._thread_delays())
         return NOTHING
 
     # -- ending

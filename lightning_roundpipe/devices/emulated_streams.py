@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
@@ -12,12 +13,16 @@ from torch import Tensor
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import POISON, Event, Stream, check_copy
 from lightning_roundpipe.devices.copy_priority import chunks
-from lightning_roundpipe.devices.emulated_link import Delays, Link, move
+from lightning_roundpipe.devices.emulated_link import Link, move
 from lightning_roundpipe.devices.queued import QueuedStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
 
 SMALL_BYTES = 256 << 10
 """Largest copy that the calling thread makes itself: some 30 µs, as long as waking the stream's thread takes."""
+
+
+Delays = Callable[[], float]
+"""Returns the next random pause, in seconds."""
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -40,7 +45,7 @@ class InlineStream(Stream):
     def record(self, *, timed: bool = False) -> Event:
         # No delay where a call is timed: the thread holds a core permit there, and layers have their own delay.
         if self._delays is not None and not timed:
-            self._switch.sleep(self._delays.next())
+            self._switch.sleep(self._delays())
         if self._switch.why is not None:
             self._switch.check()
         return ThreadEvent(self.name, self._switch, True, time.perf_counter()) if timed else self._reached
@@ -70,7 +75,7 @@ class ThreadStream(QueuedStream):
         link: the link that it shares with another stream.
         switch: the device's abort switch.
         poisons: whether `poison` overwrites buffers.
-        delays: random delays before each copy.
+        delays: pauses before each copy.
         first: whether its copies have priority on the link, and go whole. Other copies go in chunks.
     """
 
@@ -106,13 +111,10 @@ class ThreadStream(QueuedStream):
 
     def _transfer(self, to: Tensor, of: Tensor) -> None:
         if self._delays is not None:
-            self._switch.sleep(self._delays.next())
-        most = self._link.chunk_bytes
-        pieces = [(to, of)] if self._first or most is None else chunks(to, of, most)
+            self._switch.sleep(self._delays())
         asked = self._link.arise()
-        for there, here in pieces:
-            nbytes = here.numel() * here.element_size()
-            asked = self._link.carry(nbytes, partial(move, there, here), asked, first=self._first)
+        for there, here in [(to, of)] if self._first else chunks(to, of, self._link.chunk_bytes):
+            asked = self._link.carry(here.nbytes, partial(move, there, here), asked, first=self._first)
 
     def settle(self) -> None:
         super().settle()

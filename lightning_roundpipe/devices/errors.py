@@ -97,16 +97,7 @@ def raise_kept(error: BaseException, stream: str) -> NoReturn:
 def out_of_memory(
     device: str, asked: int, purpose: str, resident: Mapping[str, int], limit: int | None, *, emulated: bool
 ) -> DeviceOutOfMemory:
-    """Return the error for ``asked`` bytes that do not fit beside the ``resident`` ones.
-
-    Args:
-        device: name of the device.
-        asked: how many bytes were requested.
-        purpose: what they were requested for.
-        resident: resident bytes by purpose.
-        limit: bytes that the device may use, if known.
-        emulated: whether to recommend raising the emulated memory.
-    """
+    """Return the error for ``asked`` bytes that do not fit beside the ``resident`` ones, by purpose."""
     held = ", ".join(f"{name} {gib(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1])) or "nothing"
     of = "" if limit is None else f" of {gib(limit)}"
     more = " Or raise memory= of emulation=." if emulated else ""

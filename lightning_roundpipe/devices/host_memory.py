@@ -19,10 +19,8 @@ import psutil
 SHARE = 0.75
 """The share of free memory that weights may take if they could stay in mapped files."""
 
-_ROOT = Path("/sys/fs/cgroup")
-"""Where control groups are mounted."""
-_MINE = Path("/proc/self/cgroup")
-"""Names the process's control groups."""
+_ROOT, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where control groups are mounted, and the file that names the process's."""
 
 
 class _Files(NamedTuple):
@@ -39,9 +37,7 @@ _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 def worth_copying(nbytes: int, pin_memory: str) -> bool:
     """Return whether to copy ``nbytes`` of mapped files to pinned memory. ``"auto"``: if there is room."""
-    if pin_memory == "auto":
-        return nbytes <= SHARE * free_bytes()
-    return pin_memory == "on"
+    return nbytes <= SHARE * free_bytes() if pin_memory == "auto" else pin_memory == "on"
 
 
 def free_bytes() -> int:

@@ -26,10 +26,7 @@ _HALF_A_MICROSECOND = 5e-7
 
 @shared_context
 def quick_switches() -> Iterator[None]:
-    """Switch threads at least every `SWITCH_INTERVAL_S` inside the context. Any thread may enter.
-
-    Several threads may be inside at once. The last one to leave restores the interval that the first one found.
-    """
+    """Switch threads at least every `SWITCH_INTERVAL_S` inside the context. Any thread may enter."""
     before = sys.getswitchinterval()
     if before <= SWITCH_INTERVAL_S:
         yield
@@ -43,8 +40,7 @@ def quick_switches() -> Iterator[None]:
 def unwalked_objects() -> Iterator[None]:
     """Leave the objects that exist now out of garbage collection inside the context. Any thread may enter.
 
-    Those of them that become unreachable in cycles are freed by the first collection afterwards. Nothing changes if
-    the user has called ``gc.freeze`` or ``gc.disable``.
+    Nothing changes if the user has called ``gc.freeze`` or ``gc.disable``.
     """
     freezes = gc.isenabled() and not gc.get_freeze_count()
     if freezes:

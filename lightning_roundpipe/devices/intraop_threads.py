@@ -15,8 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,28 +32,20 @@ _SOFT = 1
 
 @functools.cache
 def _torch_cpu() -> ctypes.PyDLL | None:
-    """Load the library that torch computes with, and its dependencies; None where it is not known."""
-    if not sys.platform.startswith("linux"):
-        return None
+    """Load the library that torch computes with, and its dependencies; None where it is not known, as off Linux."""
     try:
         return ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
         return None
 
 
+@functools.cache
 def _openmp() -> ctypes.PyDLL | None:
     """Return torch's library if it computes with GNU's OpenMP, else None."""
-    if (torch_cpu := _torch_cpu()) is None:
-        return None
+    torch_cpu = _torch_cpu()
     # hasattr also looks into the library's dependencies. LLVM's and Intel's OpenMP pause the whole process.
     ours = hasattr(torch_cpu, "omp_pause_resource_all") and not hasattr(torch_cpu, "kmp_set_blocktime")
     return torch_cpu if ours else None
-
-
-@functools.cache
-def _pause() -> Callable[[int], object]:
-    openmp = _openmp()
-    return (lambda kind: None) if openmp is None else openmp.omp_pause_resource_all
 
 
 def cores() -> int:
@@ -69,10 +60,7 @@ def threads_per_device() -> int:
 
 @shared_context
 def limit_num_threads() -> Iterator[None]:
-    """Limit the calling thread, and threads that call `apply_num_threads`, to an emulated device's number of threads.
-
-    For the main thread.
-    """
+    """Limit the calling main thread, and threads that call `apply_num_threads`, to an emulated device's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads_per_device())
     yield
@@ -83,8 +71,7 @@ def limit_num_threads() -> Iterator[None]:
 def reserve_cores(others: int) -> Iterator[None]:
     """Limit the calling thread's team to all cores but ``others``, at least one, and never more than torch's setting.
 
-    ``torch.set_num_threads`` would change the number of new threads as well. Where torch's OpenMP is not found (it is
-    known on Linux only), nothing changes.
+    ``torch.set_num_threads`` would limit new threads as well. Where torch's OpenMP is not found, nothing changes.
     """
     before = torch.get_num_threads()
     _set_num_threads(min(before, max(1, cores() - others)))
@@ -108,4 +95,5 @@ def apply_num_threads() -> None:
 
 def release_intraop_threads() -> None:
     """End the calling thread's team, before it waits. Its next operation starts a new one, in less than 0.1 ms."""
-    _pause()(_SOFT)
+    if (openmp := _openmp()) is not None:
+        openmp.omp_pause_resource_all(_SOFT)

@@ -76,11 +76,7 @@ class Ledger:
             self._journal.append((key, nbytes, purpose))
 
     def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
-        """Count ``storage`` until it is freed, once per purpose.
-
-        Raises:
-            DeviceOutOfMemory: the storage was not resident, and does not fit.
-        """
+        """Count ``storage`` until it is freed, once per purpose. For errors see `add`."""
         place = storage._cdata, purpose
         known = self._tracked.get(place)
         if known is not None:
@@ -106,8 +102,7 @@ class Ledger:
     def resident(self) -> int:
         """Return the bytes counted now."""
         with self._lock:
-            self._settle()
-            return self._total
+            return self._settle()
 
     def by_purpose(self) -> dict[str, int]:
         """Return the bytes counted now, by the oldest purpose of each storage."""
@@ -124,10 +119,10 @@ class Ledger:
     def reset_peak(self) -> None:
         """Start a new peak at the bytes counted now."""
         with self._lock:
-            self._settle()
-            self._peak = self._total
+            self._peak = self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self) -> int:
+        """Bring the books up to date, and return the bytes counted now."""
         journal, entries, total, peak = self._journal, self._entries, self._total, self._peak
         while journal:
             noted = journal.popleft()
@@ -138,21 +133,21 @@ class Ledger:
             else:
                 key, nbytes, purpose = noted
             entry = entries.get(key)
-            if nbytes >= 0:
-                if entry is not None:
-                    entry[1].append(purpose)
-                    continue
+            if nbytes >= 0 and entry is None:
                 entries[key] = nbytes, [purpose]
                 total += nbytes
-                if total > peak:
-                    peak = total
+                peak = max(peak, total)
                 continue
             assert entry is not None, "a reason ended that never began"
+            if nbytes >= 0:
+                entry[1].append(purpose)
+                continue
             entry[1].remove(purpose)
             if not entry[1]:
                 del entries[key]
                 total -= entry[0]
         self._total, self._peak = total, peak
+        return total
 
     def _by_purpose(self) -> dict[str, int]:
         sums: Counter[str] = Counter()
@@ -180,14 +175,12 @@ class LedgerTrackedTensors(TrackedTensors):
             raise
 
     def release(self) -> None:
-        while self._storages:
-            try:
+        try:
+            while self._storages:
                 key, storage = self._storages.popitem()
-            except KeyError:  # another thread releases them, too
-                return
-            self._ledger.end(key, self._purpose)
-            del storage  # last: from here on, another storage may get its address
+                self._ledger.end(key, self._purpose)
+                del storage  # last: from here on, another storage may get its address
+        except KeyError:  # another thread releases them, too
+            return
 
-    def __del__(self) -> None:
-        if self._storages:
-            self.release()
+    __del__ = release

@@ -98,11 +98,7 @@ def host_buffer(nbytes: int, pin_memory: str) -> Tensor:
 
 
 def host_like(t: Tensor, pin_memory: str) -> Tensor:
-    """Return a host tensor with ``t``'s shape, dtype and strides. Expanded dimensions take no memory.
-
-    Raises:
-        RegistrationError: as in `host_buffer`.
-    """
+    """Return a host tensor like ``t``, from memory as in `host_buffer`. Expanded dimensions take no memory."""
     before = misalignment(t) if t.numel() else 0
     flat = _bytes_from(_slabs.take, (before + reach(t)) * t.element_size(), pin_memory)
     with torch.inference_mode(False):
@@ -129,11 +125,11 @@ def _bytes_from(source: Callable[[int], Tensor], nbytes: int, pin_memory: str) -
             except RegistrationError as error:
                 if pin_memory == "on":
                     raise RegistrationError(f"{error}. Set pin_memory='auto' to go on with pageable memory.") from None
-                warn_pageable(error)
+                _warn_pageable(error)
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def warn_pageable(error: Exception) -> None:
+def _warn_pageable(error: Exception) -> None:
     """Warn once per process that copies will not overlap."""
     global _warned
     if not _warned:

@@ -1,7 +1,5 @@
 """Counts what autograd saves for backward, without changing what it does.
 
-`saved_for_backward` counts each tensor, as it is saved and freed:
-
 Saved-tensor hooks see each tensor when the graph saves it. The graph owns what the hook returns, so the deletion of
 that object means that the graph, or the part of it that backward has consumed, is freed. With such hooks, torch skips
 its check that a saved tensor is unmodified, and a model with a wrong in-place operation would train with wrong
@@ -12,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +39,11 @@ class _Saved:
             self.note((self.key, -1, PURPOSE))
 
 
-class _Uncounted:
+class _Uncounted(NamedTuple):
     """A saved tensor in an arena, or without a storage of its own (sparse): checked, but not counted."""
 
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
+    tensor: Tensor
+    version: int
 
 
 def _unpack(saved: _Saved | _Uncounted) -> Tensor:
@@ -71,12 +67,9 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
     """
 
     def pack(tensor: Tensor) -> _Saved | _Uncounted:
-        if tensor.layout is not torch.strided:
-            return _Uncounted(tensor)
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in arenas:
-            return _Uncounted(tensor)
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        if storage is None or (key := storage._cdata) in arenas:
+            return _Uncounted(tensor.detach(), tensor._version)
         ledger.add(key, storage.nbytes(), PURPOSE)
         return _Saved(tensor, key, ledger.note)
 
@@ -85,10 +78,7 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
 
 @shared_context
 def counting_paused_in_transforms() -> Iterator[None]:
-    """Let transforms of ``torch.func`` that refuse hooks on saved tensors (``grad``) run in `saved_for_backward`.
-
-    What they save is not counted.
-    """
+    """Let transforms of ``torch.func`` that refuse hooks on saved tensors (``grad``) run, uncounted."""
     real = torch.autograd.graph.disable_saved_tensors_hooks
 
     @contextmanager

@@ -35,12 +35,7 @@ _Block = tuple[int, int, int]
 
 
 class Slabs:
-    """An allocator of blocks of page-locked memory.
-
-    Args:
-        register: returns page-locked memory of that many bytes (uint8), which is unregistered with its last view.
-        slab: the least size of a slab, in bytes.
-    """
+    """An allocator of blocks of page-locked memory, which ``register`` makes in slabs of at least ``slab`` bytes."""
 
     def __init__(self, register: Callable[[int], Tensor], slab: int = SLAB) -> None:
         self._register, self._slab = register, slab

@@ -79,13 +79,7 @@ class _Here:
 
 
 class Activations:
-    """The saved tensors of one microbatch.
-
-    Args:
-        microbatch: its number.
-        recorder: records copies.
-        staging: device whose page-locked memory host tensors are staged in.
-    """
+    """The saved tensors of one microbatch. ``staging``: device whose page-locked memory host tensors are staged in."""
 
     def __init__(self, microbatch: int, recorder: Recorder, staging: Device) -> None:
         self._microbatch, self._recorder, self._staging = microbatch, recorder, staging
@@ -97,9 +91,7 @@ class Activations:
     def save(self, tensor: Tensor, home: Device | None) -> HostTensor:
         """Return the values that ``tensor`` has now, on the host.
 
-        Args:
-            tensor: a tensor.
-            home: the device that it is on; None for the host.
+        ``home``: the device that it is on; None for the host.
         """
         version = 0 if tensor.is_inference() else tensor._version
         known = self._known.get(id(tensor))
@@ -116,7 +108,6 @@ class Activations:
 
         Args:
             tensor: a tensor on ``home``.
-            home: its device.
             to: the device that needs it; None for the host.
             ready: the point of the work of ``home`` behind which it is there; by default now.
         """

@@ -133,12 +133,9 @@ class Arguments:
     __slots__ = ("_boxes", "_names", "_nodes", "_own", "_places", "_where", "tensors")
 
     def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        attributes: dict[tuple[int, str], Any],
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], attributes: dict[tuple[int, str], Any],
         own: Callable[[nn.Parameter], Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tensors: list[Tensor] = []
         self._places: dict[int, _Place] = {}
         self._boxes: dict[int, _Box] = {}
@@ -261,8 +258,7 @@ def collect(value: Any, seen: set[int], into: list[Tensor]) -> None:
 class Substitution:
     """Gives the caller its own objects in place of the layer's, in whatever the layer returns or writes.
 
-    Args:
-        pairs: the caller's object, by the id of the layer's.
+    ``pairs``: the caller's object, by the id of the layer's.
     """
 
     __slots__ = ("_pairs",)

@@ -60,8 +60,7 @@ class Surroundings:
     def refuse(self, layer: str) -> None:
         """Check at a call of ``layer`` that user code has entered nothing since that the layer would not see.
 
-        Raises:
-            RoundPipeError: if it has.
+        Raises `RoundPipeError` if it has.
         """
         what = ""
         if torch._C._functorch.peek_interpreter_stack() is not None:

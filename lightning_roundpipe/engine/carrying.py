@@ -82,7 +82,6 @@ class Carried(NamedTuple):
     """The products of a forward that its recomputation gets.
 
     Attributes:
-        products: the products.
         block: their outputs on the host, in one block, if any of them has.
     """
 
@@ -150,7 +149,6 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a carried call's forward: keeps a copy of what each product returns [1].
 
     Args:
-        device: the device that it runs on.
         draws: whether the layer draws random numbers.
         least: least FLOPs for each byte of outputs of products that are carried.
     """
@@ -193,7 +191,6 @@ class Returning(_ProductMode):  # type: ignore[no-untyped-call]
     Args:
         products: of the forward.
         block: what their outputs came in.
-        generator: the device's.
     """
 
     def __init__(self, products: Iterable[Product], block: Tensor, generator: torch.Generator) -> None:
@@ -218,9 +215,7 @@ class Returning(_ProductMode):  # type: ignore[no-untyped-call]
 class Measuring(_ProductMode):  # type: ignore[no-untyped-call]
     """Mode of a forward of the first window: finds what its products would take.
 
-    Args:
-        device: the device that it runs on.
-        clock: returns a point of time, as a number or a timed event.
+    ``clock``: returns a point of time, as a number or a timed event.
     """
 
     def __init__(self, device: Device, clock: Callable[[], Any]) -> None:

@@ -142,8 +142,7 @@ class CompiledForwards(LayerCompiler):
 def sizes_alike(value: Any) -> tuple[int, ...]:
     """Return which sizes of the tensors in ``value`` torch identifies [4].
 
-    Returns:
-        For each size of each tensor: the size itself if it is 0 or 1, else a number from 2 that equal sizes share.
+    Returns for each size of each tensor: the size itself if it is 0 or 1, else a number from 2 that equal sizes share.
     """
     seen: dict[int, int] = {}
     tensors: list[torch.Tensor] = []

@@ -51,19 +51,10 @@ class Context:
     """The parts of the engine that outlive a step.
 
     Attributes:
-        options: the strategy's options.
-        model: the user's model in host memory.
-        pool: workers and threads.
         main: the main thread beside a step in flight.
-        executors: one for each worker.
-        gradients: host memory for the gradients of calls.
-        attributes: attributes of layers' modules.
-        shared: attributes that microbatches set on modules.
-        randomness: seeds calls and user code.
         learned: what the first window has shown.
         thread_locals: thread-local objects of user code, whose values microbatches' threads take over.
         exchange: sums gradients over several machines; None if there is only one.
-        slots: counts slots.
     """
 
     options: Options

@@ -70,41 +70,12 @@ class WindowResult:
     show: Callable[[int], None] = lambda microbatch: None
 
 
-class _StepSettings:
-    """The settings that hold while a step is in flight.
-
-    Args:
-        module: the user's LightningModule.
-        device: any device.
-    """
-
-    def __init__(self, module: nn.Module, device: Device) -> None:
-        self._module, self._device = module, device
-        self._around = contextlib.ExitStack()
-        self._switched_off: list[str] | None = None
-
-    def enter(self) -> list[str]:
-        """Enter them, unless they hold. Returns what was switched off."""
-        if self._switched_off is None:
-            self._switched_off = self._around.enter_context(without_caches(self._module))
-            self._around.enter_context(self._device.step_settings())
-            self._around.enter_context(observed_writes())
-        return self._switched_off
-
-    def close(self) -> None:
-        """Leave them."""
-        self._switched_off = None
-        self._around.close()
-
-
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
 
     Args:
         module: the user's LightningModule, with its weights on the CPU.
-        devices: one for each worker.
         options: the strategy's options, already checked.
-        inform: shows a message to the user.
         formats: number formats of layers and user code.
         fitting: whether the module will be trained. A module without layers is an error only then.
         peers: the other machines that train the same model; None if there are none.
@@ -141,7 +112,8 @@ class Engine:
         """The gradients behind the losses that the last window returned."""
         self._looked_at = False
         """Whether user code may have read or written weights since the last window, or a step has failed."""
-        self._settings = _StepSettings(model.module, devices[0])
+        self._settings: contextlib.ExitStack | None = None
+        """What holds while a step is in flight."""
         self.evaluations = Evaluations(
             self.context, self._interceptors, self._metrics.bring_to_host, self.reports.count, self.hints.say
         )
@@ -187,8 +159,9 @@ class Engine:
         step = Step(
             context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan
         )
-        context.gradients.pool.keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
-        switched_off = self._set_up()
+        self._set_up()
+        keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
+        context.gradients.pool.begin_window(keeps=keeps)
         runs: list[Microbatch] = []
         try:
             with self._failing(step):
@@ -205,7 +178,6 @@ class Engine:
                 self.model.buffers.settle()
                 result = self._result_of(runs, step, None)
                 self._metrics.bring_to_host()
-            self.hints.after_step(switched_off)
             self.planner.learn(step, self._drain)
             self._gradients = step.gradients
             if self.updates is not None and step.gradients is not None:
@@ -227,19 +199,15 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
-        """Run ``function()``, a ``training_step`` under manual optimization.
+        """Return what ``function()`` returns, a ``training_step`` that calls backward and optimizers itself.
 
-        Args:
-            function: ``training_step`` with its arguments bound. It calls backward and optimizers itself.
-            seed: numbers that identify the batch.
-
-        Returns:
-            What ``function`` returned.
+        ``seed``: numbers that identify the batch.
         """
         self._prepare(zero_grad=False)
         context = self.context
-        step, switched_off = ManualStep(context, seed, self.updates), self._set_up()
-        context.gradients.pool.keeps = True
+        step = ManualStep(context, seed, self.updates)
+        self._set_up()
+        context.gradients.pool.begin_window(keeps=True)
         devices = CallerRandomState(context.pool.devices)
         try:
             with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
@@ -258,7 +226,6 @@ class Engine:
             self._metrics.bring_to_host()
         finally:
             self._drain()
-        self.hints.after_step(switched_off)
         return output
 
     def current_log(self) -> LogRecorder:
@@ -390,7 +357,9 @@ class Engine:
                     self._step_in_flight = None
                 self._end(step)
         finally:
-            self._settings.close()
+            if self._settings is not None:
+                self._settings.close()
+                self._settings = None
 
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Account for ``step``, of which nothing is in flight any more, and release it."""
@@ -400,11 +369,16 @@ class Engine:
             self.reports.finished(step)
         step.release()
 
-    def _set_up(self) -> list[str]:
-        """Enter the settings that hold until no step is in flight. Returns what was switched off."""
-        for device in self.context.pool.devices:
+    def _set_up(self) -> None:
+        """Enter the settings that hold until no step is in flight."""
+        devices = self.context.pool.devices
+        for device in devices:
             device.follow_caller()
-        return self._settings.enter()
+        if self._settings is None:
+            around = self._settings = contextlib.ExitStack()
+            self.hints.of_settings(around.enter_context(without_caches(self.model.module)))
+            around.enter_context(devices[0].step_settings())
+            around.enter_context(observed_writes())
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
@@ -412,9 +386,8 @@ class Engine:
     def enable_async_optimizer(self, optimizer: Callable[[], Optimizer | None] | None) -> None:
         """Choose who applies gradients from now on.
 
-        Args:
-            optimizer: returns the one that `AsyncOptimizer` steps, on its own thread. None: gradients go to ``.grad``,
-                and the caller runs the optimizer. What an open accumulation window has gathered moves to ``.grad``.
+        ``optimizer``: returns the one that `AsyncOptimizer` steps, on its own thread. None: gradients go to ``.grad``,
+        and the caller runs the optimizer. What an open accumulation window has gathered moves to ``.grad``.
         """
         if (optimizer is not None) == (self.updates is not None):
             return
@@ -478,6 +451,8 @@ class Engine:
         if self.updates is not None:
             self.updates.settle(within_window=self.within_window())
             self.updates.optimizer.release_masters()
+        if self.model.formats.hidden:  # a layer's masters exist twice while they join: instead of gradients in flight
+            self.context.gradients.pool.give_up_free()
         self.model.join()
 
     def publish_seen(self) -> None:
@@ -492,8 +467,7 @@ class Engine:
     def _sync_weights(self, *, newest: bool) -> None:
         """Bring what user code did to weights since the last window into the buffers that uploads read.
 
-        Args:
-            newest: whether uploads must see all updates, whatever the staleness. They are settled first.
+        ``newest``: whether uploads must see all updates, whatever the staleness. They are settled first.
         """
         updates = self.updates
         if updates is not None and self._looked_at:
@@ -518,15 +492,9 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, kind: Hashable = ()) -> Any:
-        """Run ``function(*args)``, a validation, test or predict step of one batch, alone and forward only.
+        """Return what ``function(*args)`` returns, a validation, test or predict step of one batch, which runs alone.
 
-        Args:
-            function: the step.
-            args: its arguments.
-            kind: under which `evaluations` will know the step's calls; empty if it need not.
-
-        Returns:
-            What ``function`` returned.
+        ``kind``: under which `evaluations` will know the step's calls; empty if it need not.
         """
         self.begin_evaluations(kind, 1, exclusive=True)
         try:
@@ -572,8 +540,10 @@ def _context_of(
     model: HostModel, pool: Pool, compiler: LayerCompiler, options: Options, peers: Peers | None
 ) -> Context:
     """Return the parts that outlive a step."""
-    devices, dtype = pool.devices, options.reduce_dtype
-    reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, pool.summing)
+    devices, reduction, exchange = pool.devices, Reduction(_dtype(options.reduce_dtype), pool.summing), None
+    if peers is not None:
+        dtype, shards = _dtype(options.network_dtype), options.shard_optimizer
+        exchange = GradientExchange(peers, model.buckets, dtype, shards=shards)
     casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
     may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
     carries = may_carry and not compiler.compiled
@@ -596,10 +566,9 @@ def _context_of(
         randomness=randomness,
         learned=Learned(),
         thread_locals=thread_locals_of(model.module),
-        exchange=_exchange_of(peers, model, options) if peers is not None else None,
+        exchange=exchange,
     )
 
 
-def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:
-    dtype = None if options.network_dtype is None else getattr(torch, options.network_dtype)
-    return GradientExchange(peers, model.buckets, dtype, shards=options.shard_optimizer)
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -28,7 +28,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,6 @@ from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
-from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
@@ -86,13 +85,7 @@ class Kind(NamedTuple):
 
 
 class _Sections(UserSections):
-    """Sections of a batch's user code.
-
-    Args:
-        turns: the batch's turns.
-        attributes: its view of modules.
-        wait_for_before: waits until the batch before has ended.
-    """
+    """Sections of a batch's user code. ``wait_for_before``: waits until the batch before has ended."""
 
     def __init__(self, turns: Turns, attributes: AttributeView, wait_for_before: Callable[[], None]) -> None:
         super().__init__(turns, attributes, "evaluation")
@@ -110,7 +103,6 @@ class _Weights(WeightGuard):
     """The weights, which only a batch alone may write to.
 
     Args:
-        sections: the sections of the batch's user code.
         make_exclusive: waits until nothing else is in flight.
 
     Attributes:
@@ -153,8 +145,6 @@ class _Calls(LayerCalls):
     """The calls of a batch.
 
     Args:
-        sections: the sections of its user code.
-        weights: the weights.
         close: lets no more batches start.
 
     Attributes:
@@ -187,15 +177,10 @@ class Batch(CallingThread):
     Args:
         flight: those that it is among.
         slots, round: the slots of its round.
-        index: its number.
         before: the batch before, if any is in flight.
 
     Attributes:
-        attributes: what it has set on modules.
-        logs: what it has logged.
-        output: what its step has returned.
         exclusive: whether it has done what only a batch alone may do [3].
-        failure: what its step has raised.
         done: ends of what it has enqueued on devices.
         around: the context variables of its step.
     """
@@ -256,7 +241,7 @@ class Batch(CallingThread):
         self.sections.release_successors()
 
     def _wait_for(self, signal: Signal) -> None:
-        self.context.pool.baton.wait(self.runner, signal.then)
+        self.context.pool.baton.wait(signal.then)
 
     def _wait_for_before(self) -> None:
         if self._before is not None:
@@ -311,9 +296,7 @@ class _EvaluationUserCode(UserCodeMode):
     """The torch function mode of a batch; tells before user code writes to weights.
 
     Args:
-        context: the engine's parts.
         touched: called before user code writes to a weight, or reads its ``.data``, through which it may write to it.
-        run_unlocked: see `UserCodeMode`.
     """
 
     def __init__(
@@ -338,32 +321,22 @@ class _EvaluationUserCode(UserCodeMode):
 
 @dataclass
 class Round:
-    """The slots that some batches share.
+    """The slots that some batches share, one for each stage of a plan, and the numbers of these batches."""
 
-    Attributes:
-        layout: makes them.
-        batches: the numbers of the batches.
-        slots: the slots, one for each stage of a plan.
-    """
-
-    layout: StepSlots
+    slots: StepSlots
     batches: range
-    slots: list[Slot] = field(default_factory=list)
 
 
 class Flight:
     """Batches that are in flight together, from the first to the last.
 
     Args:
-        context: the engine's parts.
         known: what their kind has shown; None for a batch alone.
-        version: version of the weights.
         size: how many are in flight at a time.
         in_place: runs a call of a layer on the user's own weights.
 
     Attributes:
         closed: whether no more may start [3].
-        last: the batch that was started last.
         without_plan: makes the slots of calls of a batch alone.
     """
 
@@ -384,17 +357,12 @@ class Flight:
         self._rounds = [Round(self.without_plan, range(1 if known is None else 0))]
 
     def _layout(self, trace: Trace | None = None) -> StepSlots:
-        context = self.context
-        spec = StepSpec(
-            seed=(), first=0, version=self._version, several=True, overlaps=False, shares_state=False, undisturbed=True,
-            updates=None, loss_weights=LossWeights(None, [1], [0]), measures=False, ahead=False, carry={},
-            thread_state=context.thread_state(), recorder=Recorder(), scope=self.scope,
-        )  # fmt: skip
-        return StepSlots(context, spec, trace)
+        state, weights = self.context.thread_state(), LossWeights(None, [1], [0])
+        return StepSlots(self.context, StepSpec(self._version, state, self.scope, weights), trace)
 
     def slots(self) -> list[Slot]:
         """Return the slots that may be open."""
-        return [slot for round_ in self._rounds for slot in round_.slots]
+        return [slot for round_ in self._rounds for slot in round_.slots.all]
 
     def start(self, function: Callable[[], Any]) -> Batch:
         """Start a batch. The caller holds the baton."""
@@ -403,7 +371,7 @@ class Flight:
         if begins:
             self._add_round(index)
         round_, before = self._rounds[-1], self.last
-        batch = self.last = Batch(self, round_.layout, round_.slots, index, before)
+        batch = self.last = Batch(self, round_.slots, round_.slots.all, index, before)
         if begins and before is not None:
             batch.turns.predecessor_progress = before.turns.progress
         self.tasks = [task for task in self.tasks if not task.finished]
@@ -429,14 +397,14 @@ class Flight:
             changing = [layer for layer in slot.layers if layer.buffers.mutable]
             slot.gradients.after = [other for other in before if any(map(other.has, changing))]
         layout.enqueue()
-        self._rounds.append(Round(layout, batches, slots))
+        self._rounds.append(Round(layout, batches))
 
     def close_round(self) -> None:
         """Give up the turns of batches that are not started. Others make a new round. The caller holds the baton."""
         last = self._rounds[-1]
         started = max(self._count, last.batches.start)
         for batch in range(started, last.batches.stop):
-            for slot in last.slots:
+            for slot in last.slots.all:
                 self.context.pool.workers[slot.worker].tickets.release(slot, batch)
         last.batches = range(last.batches.start, min(started, last.batches.stop))
 
@@ -448,20 +416,17 @@ class Flight:
     def forget(self, shown: float) -> Iterator[Recorder]:
         """Forget rounds whose batches have all ended; yield what was recorded of them."""
         for round_ in [r for r in self._rounds if r.batches.stop <= shown]:
-            if round_.layout is not self.without_plan or shown == math.inf:
+            if round_.slots is not self.without_plan or shown == math.inf:
                 self._rounds.remove(round_)
-                yield round_.layout.spec.recorder
+                yield round_.slots.spec.recorder
 
 
 class Evaluations:
     """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
 
     Args:
-        context: the engine's parts.
-        interceptors: of the layers.
         finish: called behind each batch's step, in its last section of user code.
         account: called with what was recorded of batches.
-        say: shows a hint to the user.
     """
 
     def __init__(
@@ -567,11 +532,10 @@ class Evaluations:
     def wait_for(self, batch: Batch) -> None:
         """Wait until ``batch``, the oldest one, has ended. Hooks have no turn any more."""
         self.pause_hooks()
-        flight, waiter = self._flight, Waiter()
+        flight = self._flight
         assert flight is not None
         with self._failing():
-            if batch.ended.then(waiter.wake):
-                self._context.pool.wait(waiter, flight.scope)
+            self._context.pool.wait_for(batch.ended, flight.scope)
             flight.scope.check()
             for event in batch.done:
                 event.wait()

@@ -46,15 +46,9 @@ class Recorder:
         self.nominal_seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
 
     def add(
-        self,
-        kind: str,
-        worker: int,
-        start: Event,
-        end: Event,
-        microbatch: int = -1,
-        nbytes: int = 0,
+        self, kind: str, worker: int, start: Event, end: Event, microbatch: int = -1, nbytes: int = 0,
         where: tuple[int, str, int, str] = NOWHERE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._items.append((kind, worker, start, end, microbatch, nbytes, *where))
 
     def waited(self, worker: int, start: Event, end: Event) -> None:
@@ -99,8 +93,7 @@ class Recorder:
 
         Waits for events that are not over: gradient downloads may outlive the step.
 
-        Args:
-            origin: a time of ``time.perf_counter()``. Uploads that were prefetched before it have negative times.
+        ``origin``: a time of ``time.perf_counter()``. Uploads that were prefetched before it have negative times.
         """
         rows: list[dict[str, Any]] = []
         for kind, worker, start, end, microbatch, nbytes, *source in self._items:
@@ -111,27 +104,14 @@ class Recorder:
                 times = start.time(), end.time()
             except RuntimeError:  # a later step failed and aborted this copy
                 continue
-            rows.append(
-                {
-                    "kind": kind,
-                    "phase": where.phase,
-                    "worker": worker,
-                    "slot": where.slot,
-                    "call": where.call,
-                    "layer": where.layer,
-                    "microbatch": microbatch,
-                    "nbytes": nbytes,
-                    "start_s": times[0] - origin,
-                    "end_s": times[1] - origin,
-                }
-            )
+            row = {"kind": kind, "worker": worker, **where._asdict(), "microbatch": microbatch, "nbytes": nbytes}
+            rows.append({**row, "start_s": times[0] - origin, "end_s": times[1] - origin})
         return sorted(rows, key=lambda r: r["start_s"])
 
     def call_seconds(self, speeds: Sequence[float] = ()) -> dict[tuple[str, int, int], list[float]]:
         """Return the durations of computations in seconds, by (kind, microbatch, call).
 
-        Args:
-            speeds: of the workers, if they are not equal: durations are those of a worker with speed 1.
+        ``speeds``: of the workers, if they are not equal: durations are those of a worker with speed 1.
         """
         found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
         for kind, worker, microbatch, where, seconds in self.computations():

@@ -33,7 +33,7 @@ from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Baton, Computing, Runner
+from lightning_roundpipe.engine.sync import Baton, Computing
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.notes import FaultPlace, noted
@@ -68,10 +68,7 @@ class CallEnvironment:
         seed: from which its random numbers derive.
         state: how attributes of the layer's modules differ from those of its copies.
         contents: what containers of plain values hold that are attributes.
-        thread_state: torch's modes at the call.
         lender: provides stand-ins for parameters of other modules.
-        trained: whether each of the layer's parameters is trained.
-        variables: the context variables at the call.
     """
 
     seed: Seed
@@ -88,7 +85,6 @@ class CallInputs:
     """What a call is made with.
 
     Attributes:
-        arguments: its arguments.
         needs: for each tensor among them, whether it needs a gradient.
         edges: where the gradients of those go.
         saved: the tensors on the host, without those ``recomputed``; empty if the graph is kept.
@@ -117,21 +113,15 @@ class LayerCall:
     """A call of a layer, and what the tape keeps of it: all that the forward depended on, for the recomputation.
 
     Attributes:
-        layer: the layer.
         index: its position in the trace; of a call that the trace has not, a number behind all of it.
-        microbatch: number of the microbatch.
         environment: what its code depends on besides ``inputs``.
-        inputs: what it is made with.
         home: device that user code is on at the call.
-        gradients: of the outputs.
         output_kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
         buffers: the layer's buffers in front of the forward.
         slot: the slot of its backward, if the plan has none.
-        planned: whether it is a call of the trace.
         traced: what the first window learns about the call; None after it.
         reconnect: returns the outputs of a repeated call as user code gets them; None for other calls.
-        carried: products of its forward.
     """
 
     layer: HostLayer
@@ -175,39 +165,18 @@ class LayerCall:
 
 
 @dataclass(slots=True)
-class _Ran:
-    """What one run of a layer's code has given.
-
-    Attributes:
-        output: what it returned, and what output collectors have gathered.
-        copies: for each list, dict or object that it was given, the caller's and the copy.
-        written: attributes that it has set.
-        mutated: tensors that it was given and has written to, by position.
-        fills_attributes: whether containers that are attributes went in, which it may have filled.
-        tensors: the tensors in all of these, without those that it was given.
-        differentiable: those of them that require grad.
-    """
-
-    output: Any
-    copies: list[tuple[Any, Any]]
-    written: list[tuple[int, str, Any]]
-    mutated: list[tuple[int, Tensor]]
-    fills_attributes: bool
-    tensors: list[Tensor] = field(default_factory=list)
-    differentiable: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Outcome:
-    """What a call gives to user code.
+    """What a run of a layer's code has given, and what user code gets of that.
 
     Attributes:
         result: what the layer returned, and what output collectors have gathered.
         copies: for each list, dict or object that it was given, the caller's and the copy.
         written: attributes that it has set, with values as the layer has them.
         mutated: tensors that it was given and has written to, by position.
-        shared: tensors, given and returned, that share memory.
         sets_attributes: whether it has set attributes, or may have filled containers that are attributes.
+        tensors: the tensors in all of these, without those that it was given.
+        differentiable: those of them that require grad.
+        shared: tensors, given and returned, that share memory.
         caller: translates values of the layer to what user code sees.
     """
 
@@ -215,16 +184,16 @@ class Outcome:
     copies: list[tuple[Any, Any]]
     written: list[tuple[int, str, Any]]
     mutated: list[tuple[int, Tensor]]
-    shared: list[Tensor]
     sets_attributes: bool
-    caller: Substitution
+    tensors: list[Tensor] = field(default_factory=list)
+    differentiable: list[Tensor] = field(default_factory=list)
+    shared: list[Tensor] = field(default_factory=list)
+    caller: Substitution = field(init=False)
 
     def deliver(self, layer: HostLayer, inputs: Sequence[Tensor]) -> None:
         """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
 
-        Args:
-            layer: the layer.
-            inputs: the tensors that the call was made with.
+        ``inputs``: the tensors that the call was made with.
         """
         for original, copy in self.copies:
             self.caller.write(original, copy)
@@ -243,9 +212,6 @@ class Executor:
     """Runs calls on one worker.
 
     Args:
-        worker: the worker.
-        baton: the baton.
-        randomness: seeds calls.
         compiler: how a layer's code runs.
         masters: ids of all parameters of the model.
         rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
@@ -265,25 +231,18 @@ class Executor:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner, *, keep_graph: bool,
-        carries: int | None = None,
-    ) -> Outcome:  # fmt: skip
+        self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], *, keep_graph: bool, carries: int | None = None
+    ) -> Outcome:
         """Run a call.
 
         Args:
-            call: the call.
             slot: an open slot that has the layer's weights.
-            inputs: its tensors on this worker.
-            runner: the calling thread.
             keep_graph: whether the graph is kept for the backward.
             carries: least FLOPs a byte of products that go to the host for the recomputation; None: none does.
                 Compiled code has none.
-
-        Returns:
-            What user code gets.
         """
         layer, worker = call.layer, self.worker
-        tensors = self._take(slot, layer, inputs, runner)
+        tensors = worker.bring_in(slot, layer, inputs)
         replica, buffers = self._copy(slot, layer)
         grad = call.environment.thread_state.grad
         before = buffers.snapshot() if buffers and grad and not keep_graph else None
@@ -294,7 +253,7 @@ class Executor:
             gathering = None
             if carries is not None and not self._compiler.compiled:
                 gathering = Gathering(self.device, draws=layer.index in self._randomness.draws, least=carries)
-            run, aliases, sink = self._run(call, slot, tensors, replica, runner, "forward", gathering, grad=grad)
+            run, aliases, sink = self._run(call, slot, tensors, replica, "forward", gathering, grad=grad)
             found = run.tensors
             if gathering is not None and run.differentiable:
                 call.carried = gathering.send(slot.spec.recorder, call.microbatch)
@@ -308,7 +267,7 @@ class Executor:
             call.buffers = before
         originals: dict[int, Any] = dict(replica.sources)
         originals.update(zip(map(id, aliases), call.inputs.arguments.tensors, strict=True))
-        shared = sharing(found, aliases)
+        run.shared = sharing(found, aliases)
         lent = worker.arena_addresses()
         if not keep_graph:
             lent.update([address_of(tensor) for tensor, event in inputs if event is not None])
@@ -325,31 +284,19 @@ class Executor:
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
             if keep_graph:
                 call.graph = run.differentiable, sink
-        worker.keep_until_computed(runner, tensors, run.differentiable)
+        worker.keep_until_computed(tensors, run.differentiable)
         if call.reconnect is not None:
             self._reconnect(call, run, originals)
         for known, clone in clones.items():
             originals[known] = originals.get(id(clone), clone)
         for original, copy in run.copies:
             originals[id(copy)] = original
-        mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
-        caller, sets = Substitution(originals), bool(run.written) or run.fills_attributes
-        shared = [originals.get(id(t), t) for t in shared]
-        return Outcome(caller(run.output), run.copies, run.written, mutated, shared, sets, caller)
-
-    def _take(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
-        """Have the compute stream wait for weights and inputs. Returns the inputs, and records how long it stood."""
-        worker = self.worker
-        could = worker.wait_for_weights(slot, layer, [event for _, event in inputs if event is not None], runner)
-        if could is not None:
-            slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
-        return [tensor for tensor, _ in inputs]
-
-    def _arrived(self, inputs: Sequence[Arriving], runner: Runner) -> list[Tensor]:
-        for _, event in inputs:
-            if event is not None:
-                self.worker.follow(event, runner)
-        return [tensor for tensor, _ in inputs]
+        run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
+        run.shared = [originals.get(id(t), t) for t in run.shared]
+        run.caller = Substitution(originals)
+        run.result = run.caller(run.result)
+        run.tensors, run.differentiable = [], []  # which have the graph
+        return run
 
     def _copy(self, slot: Slot, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
         replica, known = self.worker.replica(slot, layer), self._buffers.get(layer.index)
@@ -358,9 +305,9 @@ class Executor:
         return known
 
     def _run(
-        self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, runner: Runner, kind: str,
+        self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, kind: str,
         carrying: Gathering | Returning | None = None, *, grad: bool,
-    ) -> tuple[_Ran, list[Tensor], Gradients]:  # fmt: skip
+    ) -> tuple[Outcome, list[Tensor], Gradients]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads."""
         layer, device, again = call.layer, self.device, kind == "recompute"
         around = call.environment
@@ -394,19 +341,48 @@ class Executor:
                 return collecting(forward, *built.args, **built.kwargs)
 
         try:
-            result, collected = self._compute(call, slot, kind, runner, code, keeps_baton=draws)
+            result, collected = self._compute(call, slot, kind, code, keeps_baton=draws)
         finally:  # user code may catch what the layer raises
             if draws:
                 self._randomness.end(layer.index)
         torch.set_grad_enabled(grad)  # the layer may have left it otherwise
-        output = result, collected or None
         seconds = time.perf_counter() - began
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         layer.seen.launched(seconds)
-        now = [p._version for p in replica.parameters]
-        written = (
-            {i for i, (p, before) in enumerate(zip(now, own, strict=True)) if p != before} if now != own else set()
-        )
+        self._check_copy(call, replica, own, borrowing, grad=grad)
+        mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
+        filled = replica.attributes.changed_contents()
+        built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
+        fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
+        set_there, output = writes.found(), (result, collected or None)
+        run = Outcome(output, built.copies, set_there, mutated, bool(set_there) or fills)
+        if set_there or collected:
+            layer.observers.act()
+        if set_there:
+            replica.attributes.drop_written()
+        elif built.attributes:
+            replica.attributes.release(built.attributes)
+        seen = {*map(id, aliases), *map(id, replica.parameters)}
+        seen.difference_update([id(t) for _, t in mutated])
+        for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in set_there)):
+            collect(value, seen, run.tensors)
+        run.tensors += [t for _, t in mutated if id(t) not in seen]
+        if grad:
+            run.differentiable = [t for t in run.tensors if t.requires_grad]
+            if self._randomness.learning and reaches_out(run.differentiable, layer.name):
+                layer.seen.reaches_out = True
+        return run, aliases, sink
+
+    def _check_copy(
+        self, call: LayerCall, replica: Replica, versions: Sequence[int], borrowing: object, *, grad: bool
+    ) -> None:
+        """Note what the layer's code has used of other modules, and refuse what it has changed in its copy.
+
+        ``versions``: those of the parameters before.
+        """
+        layer = call.layer
+        now = zip(replica.parameters, versions, strict=True)
+        written = {i for i, (parameter, before) in enumerate(now) if parameter._version != before}
         if isinstance(borrowing, Borrowing):
             layer.seen.borrows = borrowing.found
             layer.seen.reads_data |= borrowing.reads_data
@@ -415,33 +391,11 @@ class Executor:
             _refuse_written(layer, replica, written)
         if replica.registrations.have_changed():
             _refuse_registered(layer, replica)
-        if grad and replica.trains_more(around.trained):
+        if grad and replica.trains_more(call.environment.trained):
             raise RoundPipeError(
                 f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
             )
-        mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
-        filled = replica.attributes.changed_contents()
-        built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
-        fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
-        run = _Ran(output, built.copies, writes.found(), mutated, fills)
-        if run.written or output[1]:
-            layer.observers.act()
-        if run.written:
-            replica.attributes.drop_written()
-        elif built.attributes:
-            replica.attributes.release(built.attributes)
-        seen = {*map(id, aliases), *map(id, replica.parameters)}
-        seen.difference_update([id(t) for _, t in mutated])
-        found = run.tensors
-        for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in run.written)):
-            collect(value, seen, found)
-        found += [t for _, t in mutated if id(t) not in seen]
-        if grad:
-            run.differentiable = [t for t in found if t.requires_grad]
-            if self._randomness.learning and reaches_out(run.differentiable, layer.name):
-                layer.seen.reaches_out = True
-        return run, aliases, sink
 
     def _borrowing(self, call: LayerCall, replica: Replica) -> contextlib.AbstractContextManager[Any]:
         """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none.
@@ -455,20 +409,18 @@ class Executor:
         lender, lent = call.environment.lender, seen.borrows or []
         return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
 
-    def _compute(
-        self, call: LayerCall, slot: Slot, kind: str, runner: Runner, code: Callable[[], T], *, keeps_baton: bool
-    ) -> T:
+    def _compute(self, call: LayerCall, slot: Slot, kind: str, code: Callable[[], T], *, keeps_baton: bool) -> T:
         """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it ``keeps_baton``.
 
         While torch compiles, it saves and restores generators that others draw from.
         """
-        layer, device, compute = call.layer, self.device, self.device.compute
+        layer, device, compute, runner = call.layer, self.device, self.device.compute, self._baton.runner
         keeps_baton = (
             keeps_baton or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
         )
         gives_up = not keeps_baton and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
         name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch)
-        with Computing(self._baton, runner) if gives_up else NOTHING, device.acquire_core():
+        with Computing(self._baton) if gives_up else NOTHING, device.acquire_core():
             start = compute.record(timed=True)
             runner.inside = layer.name, kind
             try:
@@ -507,12 +459,11 @@ class Executor:
             slot.spec.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
 
     def _part_from_lent(
-        self, run: _Ran, found: list[Tensor], lent: set[int], originals: dict[int, Any]
+        self, run: Outcome, found: list[Tensor], lent: set[int], originals: dict[int, Any]
     ) -> dict[int, Tensor]:
         """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs.
 
-        Returns:
-            The clones, by the ids of these outputs.
+        Returns the clones, by the ids of these outputs.
         """
         clones = {
             id(t): clone_alike(t)
@@ -526,11 +477,11 @@ class Executor:
             originals.update(clones)
         return clones
 
-    def _reconnect(self, call: LayerCall, run: _Ran, originals: dict[int, Any]) -> None:
+    def _reconnect(self, call: LayerCall, run: Outcome, originals: dict[int, Any]) -> None:
         """Let user code have the outputs of a repeated call where it has had them."""
         assert call.reconnect is not None
         found = list(run.differentiable)
-        collect([run.output, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)
+        collect([run.result, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)
         seen = [originals.get(id(t), t) for t in found]
         originals.update(zip(map(id, found), call.reconnect(seen, self.device), strict=True))
 
@@ -538,17 +489,15 @@ class Executor:
 
     def backward(
         self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], gradients: Sequence[Sequence[Arriving]],
-        factor: float, runner: Runner,
+        factor: float,
     ) -> list[Tensor | None]:  # fmt: skip
         """Run a call's backward, after its recomputation unless its graph was kept.
 
         Args:
-            call: the call.
             slot: an open slot that has the layer's weights.
             inputs: its saved tensors on this worker, and its carried products behind them.
             gradients: of each of its outputs, in parts.
             factor: by which gradients of parameters are multiplied before they are added to the sums.
-            runner: the calling thread.
 
         Returns:
             The gradient of each of the inputs that need one.
@@ -557,12 +506,12 @@ class Executor:
         replica, buffers = self._copy(slot, layer)
         meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
         if call.graph is None:
-            self.recompute(call, slot, inputs, runner)
+            self.recompute(call, slot, inputs)
         assert call.graph is not None
         (outputs, sink), call.graph = call.graph, None
         roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
         del outputs
-        values = [functools.reduce(torch.add, self._arrived(parts, runner)) for parts in gradients if parts]
+        values = [functools.reduce(torch.add, worker.arrived(parts)) for parts in gradients if parts]
         device.track_until_freed(values, GRADIENTS)
         sums = worker.gradients_of(slot, call.index)
         replica.train(call.environment.trained)
@@ -576,7 +525,7 @@ class Executor:
             # Other calls may reach the same stand-in's graph.
             code = functools.partial(run_backward, roots, values, retain_graph=bool(layer.seen.reaches_out))
             with watched:
-                self._compute(call, slot, "backward", runner, code, keeps_baton=keeps_baton)
+                self._compute(call, slot, "backward", code, keeps_baton=keeps_baton)
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
@@ -591,27 +540,26 @@ class Executor:
         if meter is not None and call.traced is not None:
             call.traced.activation_bytes = max(call.traced.activation_bytes, meter.read())
             call.traced.returning_bytes = storage_bytes(values)
-        worker.keep_until_computed(runner, values, present)
+        worker.keep_until_computed(values, present)
         return found
 
-    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving], runner: Runner) -> None:
+    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> None:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
-        there, count = self._take(slot, call.layer, inputs, runner), len(call.inputs.saved)
+        there, count = self.worker.bring_in(slot, call.layer, inputs), len(call.inputs.saved)
         returning = None
         if call.carried.products:
             [block] = there[count:]
             returning = Returning(call.carried.products, block, self.device.generator)
-        outputs, sink = self._recompute(call, slot, there[:count], runner, returning)
+        outputs, sink = self._recompute(call, slot, there[:count], returning)
         if returning is not None and not returning.has_fitted():
-            outputs, sink = self._recompute(call, slot, there[:count], runner)
+            outputs, sink = self._recompute(call, slot, there[:count])
         self._check(call, outputs)
         self.device.track_until_freed(outputs, OUTPUTS)
         call.graph = outputs, sink
 
     def _recompute(
-        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], runner: Runner,
-        returning: Returning | None = None,
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], returning: Returning | None = None
+    ) -> tuple[list[Tensor], Gradients]:
         layer, device = call.layer, self.device
         replica, buffers = self._copy(slot, layer)
         if buffers:
@@ -620,9 +568,8 @@ class Executor:
         again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
         with again, device.track(inputs, INPUTS), call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
-                functools.partial(self._run, grad=True), call, slot, inputs, replica, runner, "recompute",
-                returning,
-            )  # fmt: skip
+                functools.partial(self._run, grad=True), call, slot, inputs, replica, "recompute", returning
+            )
         if buffers:
             buffers.discard()
         return run.differentiable, sink

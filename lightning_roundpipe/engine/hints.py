@@ -19,12 +19,10 @@ class Hints:
     """
 
     def __init__(self, inform: Callable[[str], None]) -> None:
-        self._inform = inform
-        self._said: set[str] = set()
-        self.cuts = ""
+        self._inform, self._said, self.cuts = inform, set[str](), ""
 
-    def after_step(self, switched_off: Sequence[str]) -> None:
-        """Issue the hints that a finished step gives rise to. ``switched_off``: settings that were off during it."""
+    def of_settings(self, switched_off: Sequence[str]) -> None:
+        """Hint: settings of the model that are off while it is trained."""
         for name in switched_off:
             wanted = " Pass use_cache=True in a call whose past_key_values are used." if name == "use_cache" else ""
             self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.{wanted}")

@@ -24,11 +24,7 @@ _MODULE = frozenset(nn.Module().__dict__)
 
 
 class LayerAttributes:
-    """How the attributes of each layer's modules differ from those of its copies.
-
-    Args:
-        layers: the layers.
-    """
+    """How the attributes of each layer's modules differ from those of its copies."""
 
     def __init__(self, layers: Sequence[HostLayer]) -> None:
         self._layers = layers

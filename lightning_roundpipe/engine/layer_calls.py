@@ -42,8 +42,6 @@ class LayerCalls:
     """The calls that user code makes.
 
     Args:
-        sections: its sections.
-        weights: the weights that it may read and write.
         tape: gets the calls whose backward is still to come, in order.
 
     Attributes:
@@ -94,7 +92,7 @@ class LayerCalls:
         if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
-            turns.slots.discard(call.slot)
+            call.slot.report_closed()
         return result
 
     def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
@@ -140,10 +138,10 @@ class LayerCalls:
             call.slot = turns.for_backward(call, slot.worker)
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
             worker, bring = executor.worker, activations.on
-            worker.wait_for_copies(turns.runner)
+            worker.wait_for_copies()
             carries = self.spec.carry.get(call.index) if taped and slot.position is not None else None
             if carries is not None:
-                worker.wait_for_products(turns.runner)
+                worker.wait_for_products()
             if taped and not keeps:
                 call.inputs.recomputed = recomputed = self._recomputed_inputs(call, slot)
                 call.inputs.saved = [
@@ -155,7 +153,7 @@ class LayerCalls:
                 for i, tensor in enumerate(tensors)
             ]
             with without_caller_modes():
-                outcome = executor.forward(call, slot, inputs, turns.runner, keep_graph=keeps, carries=carries)
+                outcome = executor.forward(call, slot, inputs, keep_graph=keeps, carries=carries)
             if call.output_kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.inputs.saved = list(map(activations.save, tensors, homes))
             if call.reconnect is None:
@@ -198,9 +196,6 @@ class LayerCalls:
 class Tape:
     """The calls whose backward is still to come.
 
-    Args:
-        calls: the calls that user code makes.
-
     Attributes:
         pending: these, in order.
     """
@@ -227,7 +222,7 @@ class Tape:
             if call.gradients:
                 self.backward(call)
             elif call.slot is not None:
-                self.turns.slots.discard(call.slot)
+                call.slot.report_closed()
             call.gradients.close()
             call.graph = call.slot = None
 
@@ -269,7 +264,7 @@ class Tape:
         with turns.take(call, slot, "backward", [*saved, *sent]) as executor:
             worker, bring = executor.worker, activations.on
             if saved and call.carried.block:
-                worker.wait_for_products(turns.runner)
+                worker.wait_for_products()
             inputs = [bring(each, device) for each in saved]
             arriving = [
                 [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
@@ -280,7 +275,7 @@ class Tape:
                 self._recompute_ahead(call, executor, slot)
             following = self._following(slot)
             activations.bring_ahead(following, device, worker.room)
-            gradients = executor.backward(call, slot, inputs, arriving, self.weights.mode.proxies.factor, turns.runner)
+            gradients = executor.backward(call, slot, inputs, arriving, self.weights.mode.proxies.factor)
             del inputs, arriving
             activations.drop(device, following)
             if planned and turns.microbatch == slot.microbatches[-1] and call.index in slot.gradients.on_worker:
@@ -311,12 +306,12 @@ class Tape:
                 return tensor
             sent = turns.activations.send(tensor, device, None)
             assert isinstance(sent, HostTensor) and sent.ready is not None
-            with GivenUp(pool.baton, turns.runner):
+            with GivenUp(pool.baton):
                 sent.ready.wait()
             return copy_alike(sent.tensor)
         moved, event = turns.activations.move(tensor, device, to)
         if event is not None:
-            pool.workers[to.index].follow(event, turns.runner)
+            pool.workers[to.index].follow(event)
         return moved
 
     def _recompute_ahead(self, call: LayerCall, executor: Executor, slot: Slot) -> None:
@@ -328,7 +323,7 @@ class Tape:
         for other in (*reversed(before), call):
             if other.graph is None:
                 inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
-                executor.recompute(other, slot, inputs, self.turns.runner)
+                executor.recompute(other, slot, inputs)
 
     def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
         """Take the gradients of a call's outputs. Those that are not on ``device`` begin to go to the host."""

@@ -23,10 +23,6 @@ from lightning_roundpipe.engine.sync import CancelScope, Runner
 class MainThread:
     """See above.
 
-    Args:
-        pool: has the baton.
-        randomness: seeds what draws.
-
     Attributes:
         holds: whether it holds the baton.
     """
@@ -38,11 +34,7 @@ class MainThread:
         """That of the step in flight."""
 
     def take(self, scope: CancelScope) -> None:
-        """Take the baton, with the step's state, which the caller replaces [1].
-
-        Raises:
-            BaseException: an interrupt, or the watchdog's error. The baton is not held.
-        """
+        """Take the baton, with the step's state, which the caller replaces [1]. If it raises, the baton is not held."""
         runner = Runner(scope, -1)
         self._pool.baton.acquire_exclusive(runner, lambda: self._pool.wait(runner, scope))
         self.holds, self._dtype = True, torch.get_default_dtype()

@@ -86,13 +86,7 @@ class ManualSlots(StepSlots):
 
 
 class ManualStep(Step):
-    """The step of one batch.
-
-    Args:
-        context: the parts of the engine that outlive it.
-        seed: numbers that identify it.
-        updates: see `Step`.
-    """
+    """The step of one batch."""
 
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
         super().__init__(
@@ -128,10 +122,7 @@ class _Sections(UserSections):
 class _Weights(WeightGuard):
     """The masters, which user code may read and write, except between a call and its backward.
 
-    Args:
-        sections: the sections of the user code.
-        tape: the calls whose backward is still to come.
-        differentiate: runs in place of ``backward``.
+    ``differentiate``: runs in place of ``backward``.
     """
 
     mode: _ManualUserCode
@@ -201,12 +192,7 @@ class _Weights(WeightGuard):
 
 
 class ManualMicrobatch(Microbatch):
-    """The batch, as the one microbatch of its step.
-
-    Args:
-        context: the parts of the engine that outlive the step.
-        slots: the slots of its step.
-    """
+    """The batch, as the one microbatch of its step."""
 
     weights: _Weights
     sections: _Sections
@@ -297,14 +283,13 @@ class ManualMicrobatch(Microbatch):
                 self.weights.forget(call)
         self.tape.pending += left[::-1]
         for slot in slots:
-            self.context.pool.baton.wait(self.turns.runner, slot.gradients.sent.then)
+            self.context.pool.baton.wait(slot.gradients.sent.then)
 
 
 class _ManualUserCode(UserCodeMode):
     """The torch function mode of the batch. It replaces ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Args:
-        context: the engine's parts.
         differentiate: runs in their place.
         touched: called with each master whose ``.data`` user code reads.
 

@@ -29,11 +29,7 @@ from lightning_roundpipe.planning.crossing import Crossing, storage_bytes
 
 
 class MeasuredMemory:
-    """Measures one microbatch.
-
-    Args:
-        pool: the workers.
-    """
+    """Measures one microbatch."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,11 @@ from lightning_roundpipe.batches.outputs import detached, loss_of
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
-from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls, Tape
 from lightning_roundpipe.engine.repeated_calls import call_again
-from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.step_slots import StepSlots, Turns
 from lightning_roundpipe.engine.sync import Signal
-from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
-from lightning_roundpipe.user_code.module_state import AttributeView
 
 
 @dataclass
@@ -42,7 +36,6 @@ class MicrobatchResult:
     """What one microbatch of a window has given.
 
     Attributes:
-        logs: what it has logged.
         output: what ``training_step`` returned, detached.
         loss: the value of its loss; None if it returned none.
         weight: how much the loss counts; 0 before that is known, and without a loss.
@@ -64,11 +57,9 @@ class CallingThread:
     """A thread whose user code calls layers: what microbatches share with batches of an evaluation.
 
     Args:
-        calls: the calls.
         after: reached when it may begin; None: at once.
 
     Attributes:
-        runner: takes part in the baton.
         ended: reached when nothing of it runs any more.
     """
 
@@ -85,12 +76,12 @@ class CallingThread:
         Errors fail the step, which raises them in the main thread. The ``predecessors`` of a microbatch return their
         losses first, as Lightning comes to them before.
         """
-        baton, runner = self.context.pool.baton, self.runner
-        baton.acquire(runner)
+        baton = self.context.pool.baton
+        baton.acquire(self.runner)
         try:
             self.spec.scope.check()
             if self._after is not None:
-                baton.wait(runner, self._after.then)
+                baton.wait(self._after.then)
             self._run(function)
             self.turns.release()
         except BaseException as error:
@@ -127,13 +118,8 @@ class CallingThread:
 class Microbatch(CallingThread):
     """See above.
 
-    Args:
-        calls: its calls.
-        after: reached when it may begin; None: at once.
-
     Attributes:
         ready: reached when ``training_step`` has ended, and backward through user code, with the result.
-        result: what it gives.
         tape: its calls whose backward is still to come.
     """
 
@@ -141,22 +127,6 @@ class Microbatch(CallingThread):
         super().__init__(calls, after)
         self.ready, self.tape = Signal(), Tape(calls)
         self.result = MicrobatchResult(LogRecorder(self.context.pool.devices))
-
-    @classmethod
-    def of(cls, context: Context, slots: StepSlots, index: int, after: Signal | None, round: Sequence[Slot]) -> Self:
-        """Return microbatch number ``index`` of a step.
-
-        Args:
-            context: the parts of the engine that outlive the step.
-            slots: the slots of the step.
-            index: its number.
-            after: reached when it may begin; None: at once.
-            round: the slots of its round, in order; empty without a plan.
-        """
-        turns = Turns(context, slots, round, index, len(context.pool.workers))
-        sections = UserSections(turns, AttributeView(context.shared) if slots.spec.several else None)
-        tape: list[LayerCall] = []
-        return cls(LayerCalls(sections, WeightGuard(sections, tape), tape), after)
 
     @property
     def logs(self) -> LogRecorder:
@@ -199,7 +169,7 @@ class Microbatch(CallingThread):
             self.sections.begun.set()
             self.turns.release()
             for other in predecessors:
-                self.context.pool.baton.wait(self.runner, other.ready.then)
+                self.context.pool.baton.wait(other.ready.then)
         except BaseException:
             return  # another one has failed
         if all(other.result.error is None for other in predecessors):

@@ -33,24 +33,20 @@ from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.memory import (
     BESIDE,
     Memory,
     Reserved,
-    ahead_within,
+    WorkerNeeds,
     boundary_bytes,
     carried_bytes,
-    fits,
-    reserved_within,
     size_text,
-    unpacked_within,
 )
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
-from lightning_roundpipe.planning.pipeline import Rules, period_of_ends, step_ends
+from lightning_roundpipe.planning.pipeline import Rules, step_ends
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
@@ -80,10 +76,6 @@ _ALIKE = 0.05
 class Planner:
     """It is where `planning` meets the engine.
 
-    Args:
-        context: the engine's parts.
-        hints: shows messages to the user.
-
     Attributes:
         windows_left: returns how many windows will be trained on.
     """
@@ -96,10 +88,6 @@ class Planner:
 
     def learn(self, step: Step, drain: Callable[[], None]) -> None:
         """Make a plan after a window without one, or find that microbatches have to follow one another.
-
-        Args:
-            step: the window's step.
-            drain: waits until nothing is in flight.
 
         Raises:
             RoundPipeError: ``training_step`` called no layer.
@@ -141,13 +129,35 @@ class Planner:
 
         ``share``: whether masters and what uploads read share memory, where user code between layers reads neither.
         """
-        traces, recorder = [microbatch.layer_calls.trace for microbatch in step.microbatches], step.spec.recorder
-        learned, options, workers = self._context.learned, self._options, len(self._workers)
+        learned, workers, microbatches = self._context.learned, len(self._workers), len(step.microbatches)
+        trace, speeds = self._trace_of(step)
         layers = self._context.model.layers
+        read = learned.read_by_user_code if self._context.model.formats.low is None else frozenset()
+        if send_rounded(layers, self._workers, {layer for layer in layers if share and layer.bucket not in read}):
+            self.reserve_for_layers()
+        self._devices[0].settle_libraries(self._devices, microbatches)
+        costs, limit = self._costs_of(trace, speeds), memory_of_workers(self._options, self._devices)
+        if self._options.plan_text is not None:
+            plan = self._given(Plan.parse(self._options.plan_text), trace, costs)
+        else:
+            plan = self._found(costs, limit, step)
+        if microbatches > 1 and (buffer := _torn(plan, trace)):
+            why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
+            return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
+        for worker in self._workers:
+            own = worker.device.index if isinstance(limit, tuple) else None
+            budget = limit[worker.device.index] if isinstance(limit, tuple) else limit
+            worker.reserve(WorkerNeeds(plan, costs, workers, own).reserved(budget, worker.device.lead_bytes))
+        self._devices[0].reserve_host(boundary_bytes(plan, costs) + carried_bytes(plan, costs, workers))
+        learned.trace, learned.costs, learned.plan = trace, costs, plan
+
+    def _trace_of(self, step: Step) -> tuple[Trace, list[float]]:
+        """Return the calls of a window with their times, and the workers' speeds if these are not equal."""
+        recorder, layers, static = step.spec.recorder, self._context.model.layers, self._options.plan == "static"
         alike = {layer.name: (type(layer.module), layer.weights.nbytes) for layer in layers}
-        static = options.plan == "static"
         speeds = [] if static else worker_speeds(recorder, self._devices, alike)
         seconds = recorder.nominal_seconds if static else recorder.call_seconds(speeds)
+        traces = [microbatch.layer_calls.trace for microbatch in step.microbatches]
         for microbatch, trace in enumerate(traces):
             trace.measure(seconds, microbatch)
         trace = Trace.of(traces)
@@ -157,50 +167,17 @@ class Planner:
                 f"training_step called none of the layers that were found ({names}): name the modules it calls with "
                 "layers=[...]."
             )
-        read = learned.read_by_user_code if self._context.model.formats.low is None else frozenset()
-        if send_rounded(layers, self._workers, {layer for layer in layers if share and layer.bucket not in read}):
-            self.reserve_for_layers()
-        self._devices[0].settle_libraries(self._devices, len(traces))
+        return trace, speeds
+
+    def _costs_of(self, trace: Trace, speeds: Sequence[float]) -> Costs:
         dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
         costs = Costs(tuple(c.cost(dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32")) for c in trace.calls))
-        if static:
-            costs = with_times_of_bytes(costs, rates)
-        elif speeds:
-            costs = costs.at_speeds(speeds)
-        limit = memory_of_workers(options, self._devices)
-        if (text := options.plan_text) is not None:
-            plan = Plan.parse(text)
-            self._validate(plan, trace)
-            if without := [call for call in plan.carry if not costs.calls[call].product_bytes(plan.carry_least)]:
-                self._hints.say(
-                    "carry",
-                    f"plan: {plural(len(without), 'call')} of carry have nothing that can be carried, as is so with "
-                    "compiled layers, and are recomputed.",
-                )
-            check_plan_fits(plan, costs, options, self._devices)
-        else:
-            try:
-                with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
-                    plan = self._cut(costs, len(traces), limit)
-                    if options.carry_products and not static:
-                        plan = self._carry(plan, costs, len(traces), limit, recorder)
-                if not plan.unpack_once:  # beside the largest arena, stages unpack once wherever there is room
-                    plan = unpacked_within(plan, costs, workers, len(traces), limit, most=True)
-            except ValueError as error:
-                samples = step.spec.loss_weights.fewest_samples
-                remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
-                raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
-        if len(traces) > 1 and (buffer := _torn(plan, trace)):
-            why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
-            return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
-        for worker in self._workers:
-            own = worker.device.index if isinstance(limit, tuple) else None
-            budget = limit[worker.device.index] if isinstance(limit, tuple) else limit
-            worker.reserve(reserved_within(plan, costs, workers, budget, worker.device.lead_bytes, own))
-        self._devices[0].reserve_host(boundary_bytes(plan, costs) + carried_bytes(plan, costs, workers))
-        learned.trace, learned.costs, learned.plan = trace, costs, plan
+        if self._options.plan == "static":
+            return with_times_of_bytes(costs, rates)
+        return costs.at_speeds(speeds) if speeds else costs
 
-    def _validate(self, plan: Plan, trace: Trace) -> None:
+    def _given(self, plan: Plan, trace: Trace, costs: Costs) -> Plan:
+        """Check the plan of the options."""
         try:
             plan.validate(trace.names)
         except ValueError as error:
@@ -208,28 +185,51 @@ class Planner:
                 finer = f" A plan made with more memory does not know that layers are cut here: {cuts}."
                 raise ValueError(f"{error}{finer}") from None
             raise
+        if without := [call for call in plan.carry if not costs.calls[call].product_bytes(plan.carry_least)]:
+            self._hints.say(
+                "carry",
+                f"plan: {plural(len(without), 'call')} of carry have nothing that can be carried, as is so with "
+                "compiled layers, and are recomputed.",
+            )
+        check_plan_fits(plan, costs, self._options, self._devices)
+        return plan
+
+    def _found(self, costs: Costs, limit: Memory | None, step: Step) -> Plan:
+        """Search a plan."""
+        options, microbatches = self._options, len(step.microbatches)
+        try:
+            with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
+                plan = self._cut(costs, microbatches, limit)
+                if options.carry_products and options.plan != "static":
+                    plan = self._carry(plan, costs, microbatches, limit, step.spec.recorder)
+            if plan.unpack_once:
+                return plan
+            # Beside the largest arena, stages unpack once wherever there is room.
+            problem = Problem.usual(costs, len(self._workers), microbatches, limit)
+            return problem.unpacking_once(plan, most=True)
+        except ValueError as error:
+            samples = step.spec.loss_weights.fewest_samples
+            remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
+            raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
 
     def _cut(self, costs: Costs, microbatches: int, limit: Memory | None) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
-        options, workers, size = self._options, len(self._workers), self._options.round_microbatches
-        stage_s, rules = options.stage_seconds, replace(self._rules(costs), memory=limit)
+        workers, size, stage_s = len(self._workers), self._options.round_microbatches, self._options.stage_seconds
+        problem = Problem.usual(costs, workers, microbatches, limit, replace(self._rules(costs), memory=limit))
 
         def step_s(plan: Plan) -> float:
             """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
-            ends = step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS)
-            return period_of_ends(ends, _STEPS)
+            return problem.period_s(plan, _STEPS)
 
-        plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
-        plan = ahead_within(plan, costs, workers, limit)
+        plan = problem.ahead(partition_within(problem, size, stage_s))
         [seconds] = step_ends(plan, costs, workers, microbatches)
-        limits = Limits.usual(costs, workers, microbatches, limit)
         if size is None and stage_s is None:
-            plan = min(unpacking_plans([plan], costs, workers, microbatches, limits), key=step_s)
+            plan = min(unpacking_plans([plan], problem), key=step_s)
             if not plan.forward:
-                plan = min([plan, *partly_fused(costs, workers, microbatches, limits)], key=step_s)
+                plan = min([plan, *partly_fused(problem)], key=step_s)
         if workers == 1 or size is not None or stage_s is not None:
             return plan
-        if beside := limits.beside(costs, workers, microbatches):
+        if beside := problem.beside():
             plan = min([plan, *beside], key=step_s)
         search_s = min(SEARCH_SECONDS, max(_SHORTEST_SEARCH_S, _SEARCH_STEPS * seconds))
         # The paper's algorithm knows no unequal workers.
@@ -240,10 +240,7 @@ class Planner:
             if search_s < _LEAST_SEARCH_S:
                 return plan
         turns = 2 * _STEPS * microbatches * (2 * len(costs) - 1)
-        found = search_partition(
-            costs, workers, microbatches, limits, 1 if options.staleness else 0, rules.host, search_s, judge=step_s,
-            judged=max(1, min(16, _MOST_TURNS // turns)),
-        )  # fmt: skip
+        found = search_partition(problem, search_s, step_s, max(1, min(16, _MOST_TURNS // turns)))
         return found if step_s(found) < step_s(plan) else plan
 
     def _carry(self, plan: Plan, costs: Costs, microbatches: int, limit: Memory | None, recorder: Recorder) -> Plan:
@@ -257,18 +254,16 @@ class Planner:
         if self._devices[0].torch_device.type != "cpu":
             up, down = (recorder.bytes_per_s(kinds) for kinds in (UPLOADS, DOWNLOADS))
             rules = replace(rules, links=Links(min(links.upload, up), min(links.download, down)))
-        room = self._room_on_host()
+        problem, room = Problem.usual(costs, workers, microbatches, limit, rules), self._room_on_host()
 
         def step_s(plan: Plan) -> float:
-            if not fits(plan, costs, workers, limit) or carried_bytes(plan, costs, workers) > room:
+            if not problem.fits(plan) or carried_bytes(plan, costs, workers) > room:
                 return math.inf
-            return period_of_ends(step_ends(plan, costs, workers, microbatches, rules, 2 * _STEPS), _STEPS)
+            return problem.period_s(plan, _STEPS)
 
         long = step_s(plan) >= WORTH_S
         return carrying_within(
-            plan, costs, workers, microbatches, Limits.usual(costs, workers, microbatches, limit), step_s,
-            staleness=1 if options.staleness else 0, host=rules.host,
-            search_seconds=_SHORTEST_SEARCH_S if long and workers > 1 else 0.0,
+            plan, problem, step_s, search_seconds=_SHORTEST_SEARCH_S if long and workers > 1 else 0.0,
             cuts=options.round_microbatches is None and options.stage_seconds is None,
         )  # fmt: skip
 
@@ -351,13 +346,8 @@ class Planner:
 def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing: Collection[HostLayer]) -> bool:
     """From here on, upload weights in low precision that autocast casts at every use.
 
-    Args:
-        layers: all layers.
-        workers: all workers.
-        sharing: layers whose masters and what uploads read share memory.
-
-    Returns:
-        Whether the size of a layer has changed. Then the workers have dropped their copies of layers.
+    ``sharing``: layers whose masters and what uploads read share memory. Returns whether the size of a layer has
+    changed. Then the workers have dropped their copies of layers.
     """
     rounding = {layer: formats for layer in layers if (formats := layer.seen.uses.only_cast())}
     for layer in layers:
@@ -412,12 +402,8 @@ def worker_speeds(recorder: Recorder, devices: Sequence[Device], alike: Mapping[
     """Return how many times faster than the slowest each worker is; empty if they are equally fast.
 
     In the first batch each call goes to the next worker, so a call may never have run on some of them. Layers that are
-    alike are compared then. Workers of one kind count as equally fast, whatever noise there is between them.
-
-    Args:
-        recorder: the events of the first batch.
-        devices: of the workers.
-        alike: by the name of a layer, something that is equal for layers that take equally long.
+    alike are compared then: for these, ``alike`` has equal values, by name. Workers of one kind count as equally fast,
+    whatever noise there is between them.
     """
     kinds = [device.kind for device in devices]
     if len(set(kinds)) == 1:

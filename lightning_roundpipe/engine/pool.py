@@ -23,7 +23,7 @@ from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.interpreter import unwalked_objects
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.process_state import noticed_changes
-from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner
+from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.faults.notes import add_remedy
@@ -40,14 +40,11 @@ class Pool:
     """See above.
 
     Args:
-        devices: one for each worker.
         watchdog_timeout: seconds without progress after which a step fails.
         prefetch: whether workers upload the weights of their next slot ahead.
         elsewhere: returns what the step waits for from other machines, as a sentence or nothing.
 
     Attributes:
-        baton: the engine's baton.
-        workers: the workers.
         accelerator: the devices' type; None if they are emulated.
         broken: whether no further step may run.
     """
@@ -97,6 +94,12 @@ class Pool:
         for device in self.devices:
             device.abort()
 
+    def wait_for(self, signal: Signal, scope: CancelScope) -> None:
+        """Wait in the main thread until ``signal`` is reached."""
+        waiter = Waiter()
+        if signal.then(waiter.wake):
+            self.wait(waiter, scope)
+
     def wait(self, waiter: Waiter | Runner, scope: CancelScope) -> None:
         """Wait in the main thread, under the watchdog. Interrupts are delivered here.
 
@@ -132,7 +135,6 @@ class Pool:
         """Wait until nothing of a step runs. After a failure, also reset devices and workers.
 
         Args:
-            scope: the step's cancel scope, which errors in here fail.
             tasks: those of the microbatches.
             given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds.
         """

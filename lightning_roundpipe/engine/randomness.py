@@ -39,9 +39,6 @@ def derive(*keys: int) -> int:
 class Randomness:
     """Seeds what runs, and knows what draws.
 
-    Args:
-        devices: the workers' devices.
-
     Attributes:
         learning: whether the first window runs, where everything is seeded.
         draws: numbers of the layers that draw, and `USER_CODE`.
@@ -60,8 +57,7 @@ class Randomness:
     def begin(self, who: int, device: Device | None, seed: Seed) -> bool:
         """Seed a call of a layer, or a section of user code, if it may draw.
 
-        Returns:
-            Whether it may. The caller then keeps the baton until `end`.
+        Returns whether it may. The caller then keeps the baton until `end`.
         """
         if not (self.learning or who in self.draws):
             return False
@@ -106,8 +102,7 @@ class Randomness:
     def check(self) -> None:
         """Check that nothing has drawn that is not known to. The caller holds the baton.
 
-        Raises:
-            RoundPipeError: something has.
+        Raises `RoundPipeError` if something has.
         """
         for generator in self._generators:
             if generator.initial_seed() != _PARKED or not _is_parked(generator):

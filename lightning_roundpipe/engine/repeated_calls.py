@@ -36,14 +36,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 def repeated(layer: HostLayer, calls: Sequence[TracedCall], seed_of: Callable[[int], Seed], *, draws: bool) -> int:
     """Return which of the ``calls`` is repeated [1]; the layer's last one if the generator does not tell.
 
-    Args:
-        layer: the layer that is called.
-        calls: those of the forward.
-        seed_of: returns the seed of the section of user code in front of a call.
-        draws: whether the layer draws random numbers.
-
-    Raises:
-        RoundPipeError: the layer has not been called, or nothing tells which of its random numbers are repeated.
+    ``seed_of`` returns the seed of the section of user code in front of a call.
     """
     mine = [number for number, call in enumerate(calls) if call.layer is layer]
     if not mine:
@@ -85,23 +78,6 @@ class _Node(torch.autograd.Function):
 _connect: Any = super(torch.autograd.Function, _Node).apply
 
 
-def connected(
-    differentiate: Callable[[], list[Tensor | None]], inner: list[Tensor], outputs: list[Tensor],
-    inputs: Sequence[Tensor],
-) -> list[Tensor]:  # fmt: skip
-    """Return ``outputs`` as user code sees them, connected to the call's ``inputs`` [2].
-
-    Args:
-        differentiate: runs the call's backward, and returns the gradients of ``inputs``.
-        inner: the outputs as the call gives them, with their boundary.
-        outputs: their values.
-        inputs: the arguments that need a gradient.
-    """
-    ends = [(t.grad_fn.gradients, t.output_nr) if t.grad_fn is not None else None for t in inner]  # type: ignore[attr-defined]
-    with torch.enable_grad():
-        return list(_connect(_ANCHOR, differentiate, ends, outputs, *inputs))
-
-
 def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeat one of the ``calls`` of the forward within a backward of user code; the optimizer waits for it."""
     context, spec, turns, sections = calls.context, calls.spec, calls.turns, calls.sections
@@ -128,7 +104,7 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
 def _reconnect(
     tape: Tape, call: LayerCall, traced: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
 ) -> list[Tensor]:
-    """Return the outputs of a repeated call on the device that the call of the forward left them on."""
+    """Return the outputs of a repeated call on the device of those of the forward, connected to its inputs [2]."""
     home = tape.turns.device = tape.context.pool.devices[traced.worker]
     moved = [tape.moved(t.detach(), device, home) for t in outputs]
     if not call.environment.thread_state.grad or not any(t.requires_grad for t in outputs):
@@ -136,7 +112,10 @@ def _reconnect(
     call.gradients.home = home
     call.gradients.expected = True
     differentiate = functools.partial(_differentiate, tape, call)
-    return connected(differentiate, outputs, moved, [t for t, n in zip(inputs, call.inputs.needs, strict=True) if n])
+    ends = [(t.grad_fn.gradients, t.output_nr) if t.grad_fn is not None else None for t in outputs]  # type: ignore[attr-defined]
+    needed = [t for t, needs in zip(inputs, call.inputs.needs, strict=True) if needs]
+    with torch.enable_grad():
+        return list(_connect(_ANCHOR, differentiate, ends, moved, *needed))
 
 
 def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:

@@ -50,9 +50,6 @@ class Report(dict[str, Any]):
 class Reports:
     """The report of the last finished step, and what all steps have uploaded.
 
-    Args:
-        workers: the number of workers.
-
     Attributes:
         weights_uploaded: bytes of weights.
         latest: returns the report; an empty one before a step has finished.
@@ -76,9 +73,7 @@ class Reports:
 def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
     """Return a function that builds the report of ``step``. Most reports are never asked for.
 
-    Args:
-        step: a finished step.
-        uploaded: bytes of weights uploaded in all steps so far.
+    ``uploaded``: bytes of weights uploaded in all steps so far.
     """
     options, costs, devices = step.context.options, step.context.learned.costs, step.context.pool.devices
     recorder, plan, workers, started, took = step.spec.recorder, step.plan, len(devices), step.started, step.seconds

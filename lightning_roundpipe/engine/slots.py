@@ -19,10 +19,11 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.step_spec import StepSpec
-from lightning_roundpipe.engine.sync import Baton, Runner, Signal
+from lightning_roundpipe.engine.sync import Baton, Signal
 from lightning_roundpipe.memory.arenas import Place
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
@@ -33,7 +34,6 @@ class LayerUpload:
 
     Attributes:
         enqueued: reached once their upload is enqueued.
-        end: its end; there once it is enqueued.
         segment: their memory, while the slot has a place.
     """
 
@@ -97,17 +97,11 @@ class Slot:
 
     Attributes:
         index: position in the engine's sequence of slots.
-        worker: number of its worker.
-        phase: "forward", "fused" or "backward".
         call_indices: positions of its calls in the trace.
         layers: the layers of these, whose weights it needs.
         sums: by call, the host sums of gradients that it adds to.
         microbatches: the microbatches that it serves, in order.
-        spec: what is fixed for the step.
-        round: number of its round.
         position: position among the slots of its round; None if it was made for one call, and is not in turn.
-        weights: its weights on the worker.
-        gradients: its sums there.
         readiness: is told of its uploads and gradients.
         opened: whether it has memory for its weights and gradients.
         first: the ticket of its first microbatch.
@@ -145,6 +139,32 @@ class Slot:
             upload.segment = None
         self.gradients.release()
 
+    def report_to(self, readiness: GradReadiness) -> None:
+        """Let ``readiness`` know of the uploads and gradients that are to come."""
+        self.readiness = readiness
+        adding = [sums.layer.bucket for sums in self.sums.values()]
+        readiness.expect([*adding, *self._without_gradients()], [layer.bucket for layer in self.layers])
+
+    def report_upload(self, layer: HostLayer, end: Event) -> None:
+        """Report that the upload of a layer's weights, which ends at ``end``, is enqueued."""
+        if self.readiness is not None:
+            self.readiness.uploading(layer.bucket, end)
+
+    def report_sent(self, call: int) -> None:
+        """Report that the gradients of ``call`` are on their way: no microbatch adds to them any more."""
+        if self.readiness is not None:
+            self.readiness.passed([self.sums[call].layer.bucket])
+
+    def report_closed(self) -> None:
+        """Report that it is closed, or will not open: no gradients come that are not on their way."""
+        if self.readiness is not None:
+            unsent = [self.sums[call].layer.bucket for call, left in self.gradients.left.items() if not left.is_set]
+            self.readiness.passed([*unsent, *self._without_gradients()])
+
+    def _without_gradients(self) -> list[ParamBucket]:
+        adding = [sums.layer for sums in self.sums.values()]
+        return [layer.bucket for layer in self.layers if layer not in adding]
+
     def ticket(self, microbatch: int) -> int:
         return self.first + microbatch - self.microbatches[0]
 
@@ -157,9 +177,7 @@ class Slot:
 class TicketQueue:
     """The turns of one worker. Every method is called with the baton held.
 
-    Args:
-        baton: the baton.
-        close: called with each slot that has served its last microbatch [3].
+    ``close``: called with each slot that has served its last microbatch [3].
     """
 
     def __init__(self, baton: Baton, close: Callable[[Slot], None]) -> None:
@@ -178,7 +196,7 @@ class TicketQueue:
         self._tickets = slot.end
         self.slots.append(slot)
 
-    def acquire(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+    def acquire(self, slot: Slot, microbatch: int, coming: Callable[[], None] | None = None) -> None:
         """Wait for the turn of ``microbatch`` in ``slot`` [1].
 
         ``coming`` is called once the turn is the next one, on any thread that holds the baton, unless it has come.
@@ -195,10 +213,10 @@ class TicketQueue:
             return True
 
         if self._serving == ticket:  # it keeps its rank, and thus the baton: to hand it over takes tens of microseconds
-            self._baton.offer(runner)
+            self._baton.offer()
         else:
-            runner.rank = slot.index  # the oldest slot first, as its worker's next one waits for its end
-            self._baton.wait(runner, subscribe)
+            self._baton.runner.rank = slot.index  # the oldest slot first, as its worker's next one waits for its end
+            self._baton.wait(subscribe)
 
     def release(self, slot: Slot, microbatch: int) -> None:
         """End a turn, or give up one that has not come [2]."""

@@ -17,20 +17,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.engine.executor import LayerCall
+from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.step_slots import StepSlots
+from lightning_roundpipe.engine.step_slots import StepSlots, Turns
 from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import CancelScope, Runner, Signal
+from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.faults.notes import add_waiting_note
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.threads.task_thread import Task
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
+from lightning_roundpipe.user_code.module_state import AttributeView
 from lightning_roundpipe.user_code.thread_state import apply_context
 
 
@@ -38,8 +40,6 @@ class Step:
     """See above.
 
     Args:
-        context: the parts of the engine that outlive the step.
-        seed: numbers that identify the step.
         weights: how much the microbatches count; also says how many there are.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
         before: the step before, if it is still in flight.
@@ -48,8 +48,6 @@ class Step:
         plan: the plan that it runs under; None if each call has a slot of its own.
 
     Attributes:
-        slots: its slots.
-        microbatches: the microbatches.
         started, seconds: its time on the clock of ``time.perf_counter()``.
     """
 
@@ -74,7 +72,6 @@ class Step:
             ahead=plan is not None and plan.recompute_ahead,
             carry=dict.fromkeys(plan.carry, plan.carry_least) if plan is not None else {},
             thread_state=context.thread_state(),
-            recorder=Recorder(),
             scope=CancelScope(self._failed),
         )
         self.slots = self._make_slots()
@@ -95,20 +92,21 @@ class Step:
         return StepSlots(context, self.spec, context.learned.trace, self.readiness, own_sums=own_sums)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
-        return Microbatch.of(self.context, self.slots, index, after, slots)
+        turns = Turns(self.context, self.slots, slots, index, len(self.context.pool.workers))
+        sections = UserSections(turns, AttributeView(self.context.shared) if self.spec.several else None)
+        tape: list[LayerCall] = []
+        return Microbatch(LayerCalls(sections, WeightGuard(sections, tape), tape), after)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run(self, functions: Sequence[Callable[[], Any]], *, in_order: bool) -> None:
         """Run ``training_step`` of all microbatches.
 
-        Args:
-            functions: ``training_step`` with the arguments of each microbatch.
-            in_order: whether each begins when the one before has ended.
+        ``in_order``: whether each begins when the one before has ended.
         """
-        given_up = False
         contexts = [contextvars.copy_context() for _ in functions]
-        try:
+
+        def wait() -> None:
             self._begin(functions, contexts, in_order=in_order)
             if self.spec.overlaps:
                 self._wait_for_outputs()
@@ -116,14 +114,11 @@ class Step:
                     self.context.main.take(self.spec.scope)
             else:
                 self._wait_for_end()
-        except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
-            self._fail(error)
-            given_up = True
-        apply_context(contexts[-1])
-        if self.spec.overlaps and not self.spec.scope.failed:
-            return  # `drain` waits for the rest
-        self._rest(given_up=given_up)
-        self.spec.scope.raise_error()
+
+        try:
+            self._end_behind(wait, overlaps=self.spec.overlaps)
+        finally:
+            apply_context(contexts[-1])
 
     def _begin(
         self, functions: Sequence[Callable[[], Any]], contexts: Sequence[contextvars.Context], *, in_order: bool
@@ -174,15 +169,10 @@ class Step:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, signals: Sequence[Any]) -> None:
-        for signal in signals:
-            waiter = Waiter()
-            if signal.then(waiter.wake):
-                self.context.pool.wait(waiter, self.spec.scope)
-
     def _wait_for_outputs(self) -> None:
         """Wait until all outputs are there [2], and the step before, which nothing else waits for, is over."""
-        self._wait([microbatch.ready for microbatch in self.microbatches])
+        for microbatch in self.microbatches:
+            self.context.pool.wait_for(microbatch.ready, self.spec.scope)
         if self.before is not None and not self.spec.scope.failed:
             self.before._wait_for_end()
             self.started = max(self.started, self.before.started + self.before.seconds)
@@ -198,29 +188,27 @@ class Step:
             self.context.pool.wait(task.waiter, self.spec.scope)
 
     def drain(self) -> None:
-        """Wait for the end of an overlapping step.
+        """Wait for the end of an overlapping step, and raise its error if it has failed since `run`."""
+        self._end_behind(self._wait_for_end)
 
-        Raises:
-            BaseException: the step's error, if it failed after its outputs were returned.
-        """
+    def _end_behind(self, wait: Callable[[], None], *, overlaps: bool = False) -> None:
+        """Call ``wait``. Behind it nothing of the step runs, unless it ``overlaps``. Raises the step's error."""
         given_up = False
         try:
-            self._wait_for_end()
-        except BaseException as error:
-            self._fail(error)
+            wait()
+        except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
+            add_waiting_note(error, [slot for slot in self.slots.all if slot.opened])
+            self.spec.scope.fail(error)
             given_up = True
-        self._rest(given_up=given_up)
-        self.spec.scope.raise_error()
+        if not overlaps or self.spec.scope.failed:
+            self._rest(given_up=given_up)
+            self.spec.scope.raise_error()
 
     def stop(self, error: BaseException) -> None:
         """Fail an overlapping step after an error of the main thread, and wait until its threads have returned."""
         self.spec.scope.fail(error)
         self._rest(given_up=False)
         self.spec.scope.error = None
-
-    def _fail(self, error: BaseException) -> None:
-        add_waiting_note(error, [slot for slot in self.slots.all if slot.opened])
-        self.spec.scope.fail(error)
 
     def _failed(self) -> None:
         """Stop the threads, and the devices unless the step before still needs them. The failing thread calls this."""
@@ -259,22 +247,20 @@ class Step:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
         microbatches = self.microbatches
         if all(microbatch.result.loss is None for microbatch in microbatches):
-            self.readiness.set_read(set())
+            self.readiness.forward_ended(set())
             return None
         context, learned = self.context, self.context.learned
         read = set().union(*(microbatch.weights.read for microbatch in microbatches))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
-        self.readiness.set_read(learned.read_by_user_code)
+        self.readiness.forward_ended(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
         proxies = [microbatch.weights.mode.proxies for microbatch in microbatches]
         counts = [microbatch.result.weight for microbatch in microbatches]
         factor = self.spec.loss_weights.factor(counts) / context.model.formats.scales.outside(self.spec.version)
-        readiness = self.readiness if self.spec.updates is not None else None
-        if context.exchange is None:
-            self.gradients = StepGradients(sums, proxies, factor, readiness)
-        else:
-            contribution = self.spec.loss_weights.contribution(counts)
-            self.gradients = StepGradients(sums, proxies, factor, readiness, contribution, context.exchange.share)
+        readiness, share = self.readiness if self.spec.updates is not None else None, None
+        if context.exchange is not None:
+            share = functools.partial(context.exchange.share, self.spec.loss_weights.contribution(counts))
+        self.gradients = StepGradients(sums, proxies, factor, readiness, share)
         return self.gradients
 
     def release(self) -> None:

@@ -7,9 +7,9 @@ another one goes on from there, or the host adds both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -19,10 +19,10 @@ from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import Executor, LayerCall
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step_spec import StepSpec
-from lightning_roundpipe.engine.sync import Cancelled, Runner
+from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
-from lightning_roundpipe.engine.worker import SlotMemory, Worker
-from lightning_roundpipe.faults.notes import FaultPlace, add_note
+from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -36,8 +36,6 @@ class StepSlots:
     """See above.
 
     Args:
-        context: the parts of the engine that outlive the step.
-        spec: what is fixed for the step.
         trace: the calls of the plan; None without a plan.
         readiness: is told when gradients are complete; None if there are none.
         own_sums: whether slots start sums of their own, which the host adds up.
@@ -76,7 +74,6 @@ class StepSlots:
 
     def enqueue(self) -> None:
         """Add all slots to their workers' turns."""
-        self._expect(self.all)
         for slot in self.all:
             self._context.pool.workers[slot.worker].add(slot)
 
@@ -97,15 +94,13 @@ class StepSlots:
         return slot
 
     def _follow(self, slot: Slot) -> None:
-        """Let a slot go on with the sums of those that add to them before."""
+        """Let a slot go on with the sums of those that add to them before, and report what it adds."""
         for sums in slot.sums.values():
             if (before := self._adding.get(id(sums))) is not None:
                 slot.gradients.after.append(before)
             self._adding[id(sums)] = slot
-
-    def _expect(self, slots: Sequence[Slot]) -> None:
         if self._readiness is not None:
-            self._readiness.expect(slots)
+            slot.report_to(self._readiness)
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
 
@@ -128,15 +123,9 @@ class StepSlots:
             {} if sums is None else {call.index: sums}, [call.microbatch], self.spec,
         )  # fmt: skip
         self._follow(slot)
-        self._expect([slot])
         if numbered:
             self.all.append(slot)
         return slot
-
-    def discard(self, slot: Slot) -> None:
-        """Leave out a slot of `on_demand` that has not opened."""
-        if slot.readiness is not None:
-            slot.readiness.closed(slot)
 
     def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
         """Return the host sums of a call's gradients, of all microbatches or of one; None if nothing is trained."""
@@ -150,14 +139,10 @@ class Turns:
     """The way of one microbatch through the slots: whose turn it has, and which device its tensors are on.
 
     Args:
-        context: the parts of the engine that outlive the step.
-        slots: the slots of the step.
         round: those of the microbatch's round, in order; empty without a plan.
-        microbatch: its number.
         workers: over how many workers its calls are spread without a plan.
 
     Attributes:
-        runner: its thread, which takes part in the baton.
         slot: the slot whose turn it has.
         device: the device that its newest tensors are on; None before the first call.
         activations: its saved tensors.
@@ -204,7 +189,7 @@ class Turns:
     def wait_for(self, what: Versioned, version: int) -> None:
         """Give the baton up until a version is published."""
         if not what.has(version):
-            self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))
+            self.context.pool.baton.wait(functools.partial(what.when, version))
 
     def publish_progress(self) -> None:
         """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
@@ -246,26 +231,30 @@ class Turns:
         sums = self.slots.sums_of(call.layer, call.use, self.microbatch if self.round else None)
         return self.slots.on_demand("backward", call, worker, sums)
 
+    @contextlib.contextmanager
     def take(
         self, call: LayerCall, slot: Slot, phase: str, saved: Sequence[HostTensor] = (), *, lent: bool = True
-    ) -> CallTurn:
-        """Return the context in which a call runs, in the turn of its slot, or in the present turn if that is its own.
+    ) -> Iterator[Executor]:
+        """Context in which a call runs, in the turn of its slot, or in the present turn if the slot is its own.
 
         Args:
-            call: the call.
-            slot: its slot, see `of`.
-            phase: named in errors.
             saved: what the call needs from the host. It is brought once the turn is the next one, see `Activations.on`.
             lent: whether that goes back when the call is over.
         """
-        executor, memory = self.context.executors[slot.worker], None
-        worker = executor.worker
+        executor, worker = self.context.executors[slot.worker], self.context.pool.workers[slot.worker]
+        place = functools.partial(FaultPlace, call.layer.title, phase, call.microbatch, slot, worker.device)
         if slot.position is not None:
             self.acquire(slot, saved, lent=lent)
-        else:
-            memory = worker.spare if self.round else worker.planned
-            worker.open(slot, memory, self.runner, None if call.layer.index in self.outside else self.slot)
-        return CallTurn(executor, call, slot, phase, memory)
+            with worker.device.activate(), noted(place):
+                yield executor
+            return
+        memory = worker.spare if self.round else worker.planned
+        worker.open(slot, memory, None if call.layer.index in self.outside else self.slot)
+        try:
+            with worker.device.activate(), noted(place):
+                yield executor
+        finally:
+            worker.close_slot(slot, memory)
 
     def acquire(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
         """Leave the present slot and those in between, and wait for the turn of another one; see `take`."""
@@ -275,7 +264,7 @@ class Turns:
         self.slot = slot
         worker = self.context.pool.workers[slot.worker]
         coming = functools.partial(self._bring_ahead, worker, saved, lent=lent) if saved else None
-        worker.acquire(slot, self.microbatch, self.runner, coming)
+        worker.acquire(slot, self.microbatch, coming)
 
     def _bring_ahead(self, worker: Worker, saved: Sequence[HostTensor], *, lent: bool = True) -> None:
         try:
@@ -293,35 +282,3 @@ class Turns:
     def go_on(self, slots: StepSlots) -> None:
         """Go on without turns, in slots of each call, when all turns have been left."""
         self.slots, self.round, self.slot, self._left = slots, (), None, 0
-
-
-class CallTurn:
-    """The context in which a call runs on its worker. Errors inside get a note of the place.
-
-    Args:
-        executor: the worker's.
-        call, slot, phase: named in errors.
-        memory: what the slot has memory of, if it is for this call alone, and closed behind it.
-    """
-
-    __slots__ = ("_activated", "_call", "_executor", "_memory", "_phase", "_slot")
-
-    def __init__(
-        self, executor: Executor, call: LayerCall, slot: Slot, phase: str, memory: SlotMemory | None
-    ) -> None:  # fmt: skip
-        self._executor, self._call, self._slot, self._phase, self._memory = executor, call, slot, phase, memory
-        self._activated = executor.device.activate()
-
-    def __enter__(self) -> Executor:
-        self._activated.__enter__()
-        return self._executor
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
-            if error is not None and not isinstance(error, Cancelled):
-                call, device = self._call, self._executor.device
-                add_note(error, FaultPlace(call.layer.title, self._phase, call.microbatch, self._slot, device))
-            self._activated.__exit__(kind, error, traceback)
-        finally:
-            if self._memory is not None:
-                self._executor.worker.close_slot(self._slot, self._memory)

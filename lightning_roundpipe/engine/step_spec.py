@@ -18,37 +18,35 @@ class StepSpec:
     """What is fixed when a step begins.
 
     Attributes:
+        version: version of the weights that it computes with.
+        thread_state: torch's modes of the thread that began it.
+        scope: carries its first error to all its threads.
+        loss_weights: how much the microbatches count; also says how many there are.
         seed: numbers from which its random states derive.
         first: number of its first microbatch among those of all machines.
-        version: version of the weights that it computes with.
-        several: whether it has several microbatches.
         overlaps: whether its backward may go on beside the next step.
         shares_state: whether its microbatches depend on state of the process that the main thread changes.
         undisturbed: whether no update was writing to masters when it began.
         updates: the optimizer's thread; None if gradients go to ``.grad``.
-        loss_weights: how much the microbatches count; also says how many there are.
         measures: whether a plan is to be made from it.
         ahead: whether a stage is recomputed before the gradients of its last call are there.
         carry: calls whose products are carried, with these products' least FLOPs a byte.
-        thread_state: torch's modes of the thread that began it.
-        recorder: records calls and copies.
-        scope: carries its first error to all its threads.
         copies: copies on devices of masters that user code reads, until all microbatches have ended.
     """
 
-    seed: tuple[int, ...]
-    first: int
     version: int
-    several: bool
-    overlaps: bool
-    shares_state: bool
-    undisturbed: bool
-    updates: AsyncOptimizer | None
-    loss_weights: LossWeights
-    measures: bool
-    ahead: bool
-    carry: Mapping[int, int]
     thread_state: TorchThreadState
-    recorder: Recorder
     scope: CancelScope
+    loss_weights: LossWeights
+    seed: tuple[int, ...] = ()
+    first: int = 0
+    several: bool = True
+    overlaps: bool = False
+    shares_state: bool = False
+    undisturbed: bool = True
+    updates: AsyncOptimizer | None = None
+    measures: bool = False
+    ahead: bool = False
+    carry: Mapping[int, int] = field(default_factory=dict)
+    recorder: Recorder = field(default_factory=Recorder)
     copies: Copies = field(default_factory=dict, compare=False)

@@ -55,8 +55,7 @@ class Signal:
     def wait(self, scope: CancelScope) -> None:
         """Block a thread that takes no part in the baton until it is reached.
 
-        Raises:
-            Cancelled: the step has failed.
+        Raises `Cancelled` if the step has failed.
         """
         waiter = Waiter()
         if self.then(waiter.wake):
@@ -100,7 +99,7 @@ class Baton:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._held = False
+        self._holder: Runner | None = None
         self._computing = 0
         """The number of threads that compute without it."""
         self._exclusive: Runner | None = None
@@ -109,19 +108,22 @@ class Baton:
         self._count = itertools.count()
         self._parked: set[Runner] = set()
 
+    @property
+    def runner(self) -> Runner:
+        """The thread that holds it, which is the calling one."""
+        assert self._holder is not None
+        return self._holder
+
     def acquire(self, runner: Runner, sleep: Callable[[], object] | None = None) -> None:
         """Wait for the baton, and hold it also if the step has failed meanwhile.
 
-        Args:
-            runner: the calling thread.
-            sleep: sleeps until `Runner.wake`. If it raises, the baton is not held.
+        ``sleep`` sleeps until `Runner.wake`, on behalf of ``runner``. If it raises, the baton is not held.
         """
         with self._mutex:
-            free, self._held = not self._held, True
-            if not free:
-                self._push(runner)
-        if free:
-            return
+            if self._holder is None:
+                self._holder = runner
+                return
+            self._push(runner)
         try:
             (sleep or runner.sleep)()
         except BaseException:
@@ -162,12 +164,11 @@ class Baton:
     def release(self) -> None:
         """Hand the baton on."""
         with self._mutex:
-            following = heapq.heappop(self._ready)[2] if self._ready else None
-            self._held = following is not None
+            following = self._holder = heapq.heappop(self._ready)[2] if self._ready else None
         if following is not None:
             following.wake()
 
-    def wait(self, runner: Runner, subscribe: Subscribe) -> bool:
+    def wait(self, subscribe: Subscribe) -> bool:
         """Give the baton up until ``subscribe`` calls back [1].
 
         Returns:
@@ -176,6 +177,7 @@ class Baton:
         Raises:
             Cancelled: the step has failed [2]. The thread holds the baton.
         """
+        runner = self.runner
         with self._mutex:
             self._parked.add(runner)
         # After this, a failure finds the runner among the parked; before it, the runner finds the failure.
@@ -194,18 +196,18 @@ class Baton:
         runner.scope.check()
         return True
 
-    def offer(self, runner: Runner) -> None:
+    def offer(self) -> None:
         """Let a thread of lower rank that can go on go first.
 
-        Raises:
-            Cancelled: the step has failed. The thread holds the baton.
+        Raises `Cancelled` if the step has failed. The thread holds the baton.
         """
+        runner = self.runner
         runner.scope.check()
         with self._mutex:
             if not self._ready or self._ready[0][0] >= runner.rank:
                 return
             self._push(runner)
-            following = heapq.heappop(self._ready)[2]
+            following = self._holder = heapq.heappop(self._ready)[2]
         following.wake()
         runner.sleep()
         runner.scope.check()
@@ -222,10 +224,10 @@ class Baton:
             if runner not in self._parked:
                 return
             self._parked.remove(runner)
-            if self._held:
+            if self._holder is not None:
                 self._push(runner)
                 return
-            self._held = True
+            self._holder = runner
         runner.wake()
 
     def _withdraw(self, runner: Runner) -> None:
@@ -247,10 +249,11 @@ class GivenUp:
 
     __slots__ = ("_baton", "_runner")
 
-    def __init__(self, baton: Baton, runner: Runner) -> None:
-        self._baton, self._runner = baton, runner
+    def __init__(self, baton: Baton) -> None:
+        self._baton = baton
 
     def __enter__(self) -> None:
+        self._runner = self._baton.runner
         self._baton.release()
 
     def __exit__(self, *error: object) -> None:
@@ -263,6 +266,7 @@ class Computing(GivenUp):
     __slots__ = ()
 
     def __enter__(self) -> None:
+        self._runner = self._baton.runner
         self._baton.begin_computing()
 
     def __exit__(self, *error: object) -> None:

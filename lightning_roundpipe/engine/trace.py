@@ -24,9 +24,7 @@ class TracedCall:
     """One call.
 
     Attributes:
-        layer: the called layer.
         use: how often the microbatch has called the layer before.
-        taped: whether a backward follows.
         forward_s, backward_s: seconds that they take.
         activation_bytes: peak memory of the call on its worker, backward included.
         kept_bytes: peak memory of the forward, with its graph.
@@ -35,7 +33,6 @@ class TracedCall:
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
         crossed: tensors that it shares with earlier calls.
         recomputable: inputs that a recomputation may make again; see `CallCost`.
-        worker: number of the worker that it ran on.
         seen: what was seen of its products.
         products: bytes of outputs of its products that can be carried, and their share of its forward's time, by FLOPs
             for each byte.
@@ -125,9 +122,7 @@ class Trace:
     def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
         """Set the times of the calls. A recomputation takes as long as a forward, and is not the first to compile.
 
-        Args:
-            seconds: by kind of event, microbatch and call; of several, the least counts.
-            microbatch: whose trace this is.
+        ``seconds``: by kind of event, microbatch and call; of several, the least counts.
         """
         for index, call in enumerate(self.calls):
             forwards = [s for kind in ("forward", "recompute") for s in seconds.get((kind, microbatch, index), ())]

@@ -12,27 +12,26 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.sync import Signal
 from lightning_roundpipe.memory.arenas import StageArena
 from lightning_roundpipe.memory.host_layer import HostLayer
 
 
-class WeightUploads:
-    """The queue of one worker.
-
-    Args:
-        device: the worker's device.
-        arena: the arena that weights are uploaded to.
+class SlotMemory:
+    """An arena for slots of one worker, and the queue of uploads to it.
 
     Attributes:
-        lock: held while anything looks at the arena's regions.
+        lock: held while anything looks at its regions.
+        last: reached once the gradients of the slot that was closed last are on their way.
     """
 
-    def __init__(self, device: Device, arena: StageArena) -> None:
-        self._device, self.arena = device, arena
+    def __init__(self, device: Device) -> None:
+        self._device, self.arena = device, StageArena(device)
         self.lock = threading.RLock()
+        self.last: Signal | None = None
         self._queue: deque[tuple[Slot, HostLayer, tuple[int, int]]] = deque()
         self._awaited: tuple[int, int] | None = None
         """Bucket and version that the first of the queue waits for."""
@@ -77,7 +76,7 @@ class WeightUploads:
         with self._device.activate():
             self.proceed()
 
-    def _upload(self, slot: Slot, layer: HostLayer, before: list) -> None:  # type: ignore[type-arg]
+    def _upload(self, slot: Slot, layer: HostLayer, before: list[Event]) -> None:
         upload = slot.weights.uploads[layer.index]
         try:
             assert upload.segment is not None
@@ -93,8 +92,7 @@ class WeightUploads:
         upload.end = end
         where = EventSource(slot.index, slot.phase, -1, layer.name)
         slot.spec.recorder.add("upload_weights", self._device.index, start, end, -1, layer.weights.nbytes, where)
-        if slot.readiness is not None:
-            slot.readiness.uploading(layer.bucket, end)
+        slot.report_upload(layer, end)
         upload.enqueued.set()
 
     def forget(self) -> None:

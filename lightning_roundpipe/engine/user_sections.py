@@ -38,7 +38,6 @@ class UserSections:
     """The sections of user code of one microbatch.
 
     Args:
-        turns: the microbatch's turns.
         attributes: its view of modules; None if the step has no other microbatch.
         phase: "forward", or "evaluation".
 
@@ -131,11 +130,7 @@ class UserSections:
     # -- waits --------------------------------------------------------------------------------------------------------
 
     def wait_for(self, what: Versioned, version: int) -> None:
-        """Wait for a version of weights [3].
-
-        Raises:
-            RoundPipeError: the code draws random numbers.
-        """
+        """Wait for a version of weights [3]. Raises `RoundPipeError` if the code draws random numbers."""
         if what.has(version):
             return
         if self._draws:
@@ -150,7 +145,7 @@ class UserSections:
         """Wait for a device while others run. A microbatch behind this one cannot come to the same code meanwhile."""
         if self._draws or not self.is_open:
             return wait()
-        with self._outside(), GivenUp(self.context.pool.baton, self.turns.runner):
+        with self._outside(), GivenUp(self.context.pool.baton):
             return wait()
 
     @contextlib.contextmanager
@@ -169,13 +164,7 @@ class WeightGuard:
     """Which weights user code may read and write now, and which a call computes with. Lends weights to layers.
 
     Args:
-        sections: the sections of the user code.
-        tape: the calls whose backward is still to come, in order.
         mode: the torch function mode of the user code; None: that of a training step.
-
-    Attributes:
-        mode: the mode.
-        read: the buckets that it has read.
     """
 
     def __init__(self, sections: UserSections, tape: Sequence[LayerCall], mode: UserCodeMode | None = None) -> None:

@@ -23,12 +23,12 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.engine.activations import Room
+from lightning_roundpipe.engine.activations import Arriving, Room
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot, TicketQueue
-from lightning_roundpipe.engine.sync import Baton, GivenUp, Runner, Signal
-from lightning_roundpipe.engine.uploads import WeightUploads
-from lightning_roundpipe.memory.arenas import Arena, StageArena
+from lightning_roundpipe.engine.sync import Baton, GivenUp
+from lightning_roundpipe.engine.uploads import SlotMemory
+from lightning_roundpipe.memory.arenas import Arena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
@@ -37,27 +37,10 @@ from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 
-class SlotMemory:
-    """An arena for slots, and the uploads to it.
-
-    Args:
-        device: the worker's device.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.arena = StageArena(device)
-        self.uploads = WeightUploads(device, self.arena)
-        self.last: Signal | None = None
-        """Reached once the gradients of the slot that was closed last are on their way."""
-
-
 class GradientSender(TaskThread):
     """Sends the gradients of closed calls to the host, and frees the places of closed slots behind them.
 
     A thread of its own does what has to wait, and all that is behind it.
-
-    Args:
-        device: the worker's device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -70,15 +53,14 @@ class GradientSender(TaskThread):
             gradients = slot.gradients.on_worker.pop(call)
             if not any(gradients.present):
                 slot.gradients.left[call].set()
-                if slot.readiness is not None:
-                    slot.readiness.gradients_sent(slot, call)
+                slot.report_sent(call)
                 continue
             with self.device.compute.running():  # who closes a slot may be on another device
                 gradients.narrow()
             end = self.device.compute.record()
-            work = functools.partial(self._send, slot, call, gradients, end)
             before = any(not other.gradients.leaving(call).is_set for other in slot.gradients.after)
-            self._in_order(work, waits=before or not gradients.host.has_room)
+            waits = before or not gradients.host.make_room()
+            self._in_order(functools.partial(self._send, slot, call, gradients, end, waits=waits), waits=waits)
 
     def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
         """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
@@ -90,31 +72,26 @@ class GradientSender(TaskThread):
         finally:
             self.end_turn()
 
-    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event) -> None:
+    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event, *, waits: bool) -> None:
         scope = slot.spec.scope
         try:
             if scope.failed:
                 return
             stream = self.device.gradients_down
             stream.wait(end)
-            for other in slot.gradients.after:
-                other.gradients.leaving(call).wait(scope)
-            gradients.host.make_room(scope)
+            if waits:
+                for other in slot.gradients.after:
+                    other.gradients.leaving(call).wait(scope)
+                gradients.host.make_room(scope)
             start = stream.record(timed=True)
             gradients.download(stream, self.device.index, slot.gradients.left[call].set, scope.fail)
             left = stream.record(timed=True)
             where = EventSource(slot.index, slot.phase, call, gradients.host.layer.name)
             nbytes = gradients.host.layout.travel_nbytes
             slot.spec.recorder.add("download_gradients", self.device.index, start, left, -1, nbytes, where)
-            if slot.readiness is not None:
-                slot.readiness.gradients_sent(slot, call)
+            slot.report_sent(call)
         except BaseException as error:
             scope.fail(error)
-
-    def skip(self, slot: Slot) -> None:
-        """Report that a slot is closed which has had no place."""
-        self._in_order(functools.partial(self._report_closed, slot), waits=False)
-        slot.release()
 
     def free_place(self, slot: Slot, memory: SlotMemory, pending: list[int]) -> None:
         """Free the place of a slot behind all its gradients [4].
@@ -134,24 +111,19 @@ class GradientSender(TaskThread):
                 for layer in pending:
                     slot.weights.uploads[layer].enqueued.wait(slot.spec.scope)
                     stream.wait(slot.weights.uploads[layer].end)
-                with memory.uploads.lock:
+                with memory.lock:
                     if pending:  # only now: what is uploaded to the place has found all that were there before it
                         place.weights.last_use = stream.record()
                         memory.arena.retire(place)
                     if (region := place.gradients) is not None:
                         stream.poison(memory.arena.bytes_of(region.start, region.end))
                         region.last_use = stream.record()
-                memory.uploads.proceed()
-                self._report_closed(slot)
+                memory.proceed()
+                slot.report_closed()
         except BaseException as error:
             slot.spec.scope.fail(error)
         finally:
             slot.release()
-
-    @staticmethod
-    def _report_closed(slot: Slot) -> None:
-        if slot.readiness is not None:
-            slot.readiness.closed(slot)
 
     def fence(self) -> Waiter:
         """Return what is woken when all gradients are on their way."""
@@ -162,8 +134,6 @@ class Worker:
     """See above.
 
     Args:
-        device: the device.
-        baton: the baton.
         prefetch: whether the slot behind the present one is prepared.
 
     Attributes:
@@ -171,7 +141,6 @@ class Worker:
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
         copies: memory for packed weights that the open slot unpacks once.
-        sender: sends its gradients.
     """
 
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
@@ -198,8 +167,7 @@ class Worker:
     def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
         """Make the arena of the given size. Nothing runs."""
         self.lead, self.room.limit = reserved.lead, reserved.room
-        needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies}
-        needed[self.spare.arena] = 0
+        needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies, self.spare.arena: 0}
         changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
         if changing:
             self.forget()  # copies of layers hold views of the arenas
@@ -248,41 +216,37 @@ class Worker:
     def _prepare_next(self) -> None:
         """Prepare the first slot, and the one behind it once the first one is open."""
         for slot in list(self.tickets.slots)[:2]:
-            if slot.weights.place is None and not self.planned.uploads.prepare(slot):
+            if slot.weights.place is None and not self.planned.prepare(slot):
                 return
             if not (slot.opened and self._prefetch):
                 return
 
-    def acquire(self, slot: Slot, microbatch: int, runner: Runner, coming: Callable[[], None] | None = None) -> None:
+    def acquire(self, slot: Slot, microbatch: int, coming: Callable[[], None] | None = None) -> None:
         """Wait for a microbatch's turn, and open the slot if it is the first. ``coming``: see `TicketQueue.acquire`."""
-        self.tickets.acquire(slot, microbatch, runner, coming)
+        self.tickets.acquire(slot, microbatch, coming)
         if not slot.opened:
-            self.open(slot, self.planned, runner)
+            self.open(slot, self.planned)
             self._prepare_next()
 
-    def open(self, slot: Slot, memory: SlotMemory, runner: Runner, present: Slot | None = None) -> None:
+    def open(self, slot: Slot, memory: SlotMemory, present: Slot | None = None) -> None:
         """Give a slot its weights' and gradients' memory [1]. The uploads may still be on their way.
 
-        Args:
-            slot: the slot.
-            memory: where.
-            runner: the calling thread.
-            present: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
+        ``present``: the slot in whose turn one is opened for a single call, which takes its weights if it has them.
         """
         for before in slot.gradients.after if not slot.gradients.own_sums else ():
-            self._baton.wait(runner, before.gradients.sent.then)
+            self._baton.wait(before.gradients.sent.then)
         if memory.last is not None:
-            self._baton.wait(runner, memory.last.then)
+            self._baton.wait(memory.last.then)
         if present is not None and all(map(present.has, slot.layers)):
-            self._share(slot, present, runner)
+            self._share(slot, present)
         if slot.weights.place is None:
             weights = 0 if slot.weights.shares else sum(layer.weights.nbytes for layer in slot.layers)
             needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
                 self._unbind()
-                with memory.uploads.lock:
+                with memory.lock:
                     memory.arena.grow(2 * needed)
-            memory.uploads.prepare(slot)
+            memory.prepare(slot)
         slot.opened = True
         self._open_gradients(slot, memory)
         if slot.weights.unpacks_once and self.copies.buffer is not None:
@@ -293,15 +257,14 @@ class Worker:
             for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
                 self.replica(slot, layer).copies.open(room)
 
-    def _share(self, slot: Slot, present: Slot, runner: Runner) -> None:
+    def _share(self, slot: Slot, present: Slot) -> None:
         """Let a slot have the weights of the present one."""
         slot.weights.shares = True
         for layer in slot.layers:
             upload = present.weights.uploads[layer.index]
-            self._baton.wait(runner, upload.enqueued.then)
+            self._baton.wait(upload.enqueued.then)
             slot.weights.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
-            if slot.readiness is not None:
-                slot.readiness.uploading(layer.bucket, upload.end)
+            slot.report_upload(layer, upload.end)
 
     def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
@@ -309,7 +272,7 @@ class Worker:
             return
         assert slot.weights.place is not None
         sizes, arena = [host.layout.nbytes for host in sums.values()], memory.arena
-        with memory.uploads.lock:
+        with memory.lock:
             region = arena.add_gradients(slot.weights.place, sizes)
             before = arena.before(region.start, region.end, slot.weights.place) or []
             segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
@@ -327,45 +290,51 @@ class Worker:
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.spec.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
-    def wait_for_weights(self, slot: Slot, layer: HostLayer, inputs: Sequence[Event], runner: Runner) -> Event | None:
-        """Have the compute stream wait for the upload of ``layer`` and for ``inputs`` [2].
+    def bring_in(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving]) -> list[Tensor]:
+        """Return ``inputs``, once the compute stream waits for them and for the upload of ``layer`` [2].
 
-        Returns:
-            Event in front of the wait, from which on the worker stands still; None if the weights and ``inputs`` are
-            there.
+        Records how long it stands still.
         """
         self.device.drop_finished()
         upload = slot.weights.uploads[layer.index]
-        there = upload.enqueued.is_set and all(event.done() for event in (upload.end, *inputs))
+        there = upload.enqueued.is_set and upload.end.done() and all(end is None or end.done() for _, end in inputs)
         could = None if there else self.device.compute.record(timed=True)
         if not upload.enqueued.is_set:
-            self._baton.wait(runner, upload.enqueued.then)
-        self.follow(upload.end, runner)
-        for event in inputs:
-            self.follow(event, runner)
-        return could
+            self._baton.wait(upload.enqueued.then)
+        self.follow(upload.end)
+        tensors = self.arrived(inputs)
+        if could is not None:
+            slot.spec.recorder.waited(self.device.index, could, self.device.compute.record(timed=True))
+        return tensors
 
-    def follow(self, event: Event, runner: Runner) -> None:
+    def arrived(self, inputs: Sequence[Arriving]) -> list[Tensor]:
+        """Return ``inputs``, once the compute stream waits for them."""
+        for _, event in inputs:
+            if event is not None:
+                self.follow(event)
+        return [tensor for tensor, _ in inputs]
+
+    def follow(self, event: Event) -> None:
         """Have the compute stream wait for ``event``."""
         if self.device.backward_needs_interpreter and not event.done():  # compute is the calling thread itself
-            with GivenUp(self._baton, runner):
+            with GivenUp(self._baton):
                 event.wait()
         self.device.compute.wait(event)
 
-    def wait_for_copies(self, runner: Runner) -> None:
+    def wait_for_copies(self) -> None:
         """Have the compute stream wait for the last call's copies to the host, so that one call's take memory."""
         before, self.copying = self.copying, []
         for event in before:
-            self.follow(event, runner)
+            self.follow(event)
 
-    def wait_for_products(self, runner: Runner) -> None:
+    def wait_for_products(self) -> None:
         """Wait until the products of one call at most are on their way to the host: another call's take memory now.
 
         The host waits itself, as a call that is enqueued has its memory.
         """
         while len(self.carrying) > 1:
             if not (oldest := self.carrying.popleft()).done():
-                with GivenUp(self._baton, runner):
+                with GivenUp(self._baton):
                     oldest.wait()
         self.device.drop_finished()
 
@@ -382,10 +351,10 @@ class Worker:
 
     def close_slot(self, slot: Slot, memory: SlotMemory | None = None) -> None:
         """Free a slot's place behind what uses it [4]."""
-        memory = memory or self.planned
-        compute = self.device.compute
+        memory, compute = memory or self.planned, self.device.compute
         if (place := slot.weights.place) is None:  # all its microbatches have left it out, and it was not prepared
-            self.sender.skip(slot)
+            slot.report_closed()
+            slot.release()
             return self._prepare_next()
         pending = [layer.index for layer in slot.layers if not slot.weights.uploads[layer.index].enqueued.is_set]
         for layer in slot.layers:
@@ -398,13 +367,13 @@ class Worker:
                 self.replica(slot, layer).copies.open(None)
             compute.poison(self.copies.buffer)
             self.copies.last_use = compute.record()
-        with memory.uploads.lock:
+        with memory.lock:
             if not pending:
                 compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
                 place.weights.last_use = compute.record()
                 memory.arena.retire(place)
         self.sender.free_place(slot, memory, pending)
-        memory.uploads.proceed()
+        memory.proceed()
         if memory is self.planned:
             self._prepare_next()
 
@@ -423,7 +392,7 @@ class Worker:
 
     # -- what is in flight --------------------------------------------------------------------------------------------
 
-    def keep_until_computed(self, runner: Runner, *tensors: Any) -> None:
+    def keep_until_computed(self, *tensors: Any) -> None:
         """Keep tensors until what is enqueued has been computed, and limit how far the host runs ahead."""
         flying, end = self._in_flight, self.device.compute.record()
         if not flying and end.done():
@@ -433,7 +402,7 @@ class Worker:
             flying.land()
         while len(flying) > IN_FLIGHT and (not self.lead or flying.nbytes > self.lead):
             oldest = flying.oldest
-            with GivenUp(self._baton, runner):
+            with GivenUp(self._baton):
                 oldest.wait()
             while flying and flying.oldest.done():
                 flying.land()
@@ -453,7 +422,7 @@ class Worker:
     def stop_uploads(self) -> None:
         """After a failure, drop the uploads to come. None is enqueued any more, by the optimizer's thread either."""
         for memory in (self.planned, self.spare):
-            memory.uploads.forget()
+            memory.forget()
 
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""

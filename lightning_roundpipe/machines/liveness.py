@@ -54,7 +54,6 @@ class Liveness:
 
     Args:
         store: a connection to the job's store that no other thread uses.
-        rank: the number of this machine.
         names: host names of all machines, by number.
         timeout: seconds within which this machine ends after another one has failed.
         leave: ends the process [5].
@@ -64,12 +63,7 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        names: Sequence[str],
-        timeout: float,
-        leave: Callable[[int], object] = os._exit,
+        self, store: Any, rank: int, names: Sequence[str], timeout: float, leave: Callable[[int], object] = os._exit
     ) -> None:
         self.failure: str | None = None
         self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
@@ -125,11 +119,9 @@ class Liveness:
             self._threads.pop().join(self._timeout / 2 if self.failure is None else 4 * BEAT)
 
     def waiting(self, label: str, *, bounded: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the calling thread waits for the others.
+        """Return the context in which the calling thread waits for the others, for what ``label`` says.
 
-        Args:
-            label: what it waits for.
-            bounded: whether that is one message of bounded size, which a network carries within the timeout.
+        ``bounded``: whether that is one message of bounded size, which a network carries within the timeout.
         """
         return self._waits.waiting(label, bounded)
 

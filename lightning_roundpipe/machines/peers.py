@@ -57,14 +57,7 @@ SAME = "Start the same script with the same settings, data and installed package
 
 
 class Peers:
-    """This machine and the others of the job. `meet` creates it.
-
-    Args:
-        rank: the number of this machine.
-        names: host names of all machines, by number.
-        liveness: watches the others.
-        groups: the process groups of each purpose.
-    """
+    """This machine and the others of the job, from `meet`. ``groups`` are the process groups of each purpose."""
 
     def __init__(
         self, rank: int, names: Sequence[str], liveness: Liveness, groups: Mapping[str, Sequence[Any]]
@@ -90,11 +83,8 @@ class Peers:
         closes all connections when a wait for one of them ends before it has come, and `wait` looks up in between.
 
         Args:
-            tensor: contiguous. At a source, what it sends; at ``to``, memory for what the sources send, one behind the
-                other; on other machines, anything of the same dtype.
-            sources: numbers of the machines that send.
-            to: number of the machine that receives; none of ``sources``.
-            group: the process group.
+            tensor: contiguous. At a source, what it sends; at ``to``, which is none of them, memory for what the
+                sources send, one behind the other; on other machines, anything of the same dtype.
         """
         raw = tensor.view(-1).view(torch.uint8)
         each = raw.numel() // len(sources)
@@ -106,12 +96,9 @@ class Peers:
         )
 
     def wait(self, work: Any, label: str, *, bounded: bool = True) -> None:
-        """Wait for the end of ``work``.
+        """Wait for the end of ``work``, which brings what ``label`` says.
 
-        Args:
-            work: what `start` or `deliver` returned.
-            label: what it brings.
-            bounded: whether it sends one message of bounded size: a bucket, a portion, or less.
+        ``bounded``: whether it sends one message of bounded size: a bucket, a portion, or less.
 
         Raises:
             MachineError: another machine has failed.
@@ -122,7 +109,7 @@ class Peers:
                     work.wait(timedelta(seconds=LOOK))
                     return
                 except RuntimeError as error:
-                    if not _is_over_time(error):
+                    if "Operation timed out" not in str(error):  # then the work has ended, and not only the wait
                         raise self.liveness.explain(error, label) from error
                 self.liveness.check()
 
@@ -180,13 +167,8 @@ class Peers:
     def agree(self, values: dict[str, Any], label: str, remedy: str = SAME) -> None:
         """Check that all machines have the same ``values``, of which each has a name.
 
-        Args:
-            values: what JSON can hold.
-            label: what they are.
-            remedy: what to do if they differ, as a sentence.
-
         Raises:
-            RoundPipeError: a value differs. The message names it and the machines.
+            RoundPipeError: a value differs. The message names it and the machines, and ends with the ``remedy``.
         """
         first, *others = self.gather_json(values, label)
         for rank, theirs in enumerate(others, 1):
@@ -206,7 +188,6 @@ class Peers:
             states: this machine's part, by number of the parameter.
             owners: the machine that has the state of each parameter.
             room: where machine 0 has room for what it receives.
-            label: what it is.
         """
         found = dict(states)
         for source in range(1, self.size):
@@ -271,12 +252,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def meet(rank: int, size: int, timeout: float) -> Peers:
-    """Connect to the other machines, or return to the connections that an earlier run has left.
-
-    Args:
-        rank: the number of this machine.
-        size: the number of machines.
-        timeout: seconds within which all machines must have come here; then see `Liveness`.
+    """Connect to the other machines within ``timeout`` seconds, or return to connections that an earlier run has left.
 
     Raises:
         RoundPipeError: the machines do not find each other.
@@ -356,11 +332,6 @@ def _store(rank: int, patience: timedelta) -> Any:
 
 _met: dict[str, Peers] = {}
 """The connections of this process, under ``"peers"``: torch.distributed has one job in a process."""
-
-
-def _is_over_time(error: RuntimeError) -> bool:
-    """Return whether only the wait has ended, and not the work."""
-    return "Operation timed out" in str(error)
 
 
 def _encoded(value: Any) -> bytes:

@@ -16,8 +16,7 @@ class Arena:
     """A device buffer that slots reuse.
 
     Attributes:
-        buffer: the memory, as bytes; None before it is allocated.
-        address: address of the memory; 0 before it is allocated.
+        buffer, address: the memory, as bytes, and its address; None and 0 before it is allocated.
         last_use: the end of the last work on the buffer, which the next user's streams must wait for.
     """
 
@@ -44,11 +43,7 @@ class Arena:
         self.address = address_of(self.buffer)
 
     def grow(self, nbytes: int) -> None:
-        """Replace the memory by one of ``nbytes``. No replica may refer to it.
-
-        Raises:
-            DeviceOutOfMemory: it does not fit.
-        """
+        """Replace the memory by one of ``nbytes``, or raise `DeviceOutOfMemory`. No replica may refer to it."""
         self.release()
         self.make(nbytes)
 
@@ -82,10 +77,8 @@ class Arena:
 class Region:
     """A part of a `StageArena`, which one slot has for its weights or its gradients.
 
-    Args:
-        parts: start and end of each of its tensors, in the order in which they were placed.
-
     Attributes:
+        parts: start and end of each of its tensors, in the order in which they were placed.
         start, end: its bytes, as far as no later slot has had them.
         last_use: end of the last work on the region; None while its slot may still use it.
     """
@@ -110,13 +103,7 @@ class Region:
 
 @dataclass(eq=False)
 class Place:
-    """The part of a `StageArena` that a slot has.
-
-    Attributes:
-        at_end: whether it grows from the arena's end, not from its start.
-        weights: the weights' region.
-        gradients: the gradients' region, which lies behind the weights; None if the slot has no gradients there.
-    """
+    """The part of a `StageArena` that a slot has. ``at_end``: whether it grows from the arena's end, not its start."""
 
     at_end: bool
     weights: Region

@@ -19,7 +19,7 @@ from lightning_roundpipe.messages import gib
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import BESIDE, Memory, device_bytes, planned_bytes
+from lightning_roundpipe.planning.memory import BESIDE, Memory, WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 _ALIKE = 0.95
@@ -29,10 +29,7 @@ _SHARE = 0.9
 
 
 def memory_of_workers(options: Options, devices: Sequence[Device]) -> Memory | None:
-    """Return `worker_bytes`, or those of each worker if they are not equal.
-
-    A plan that is written by hand may bring any stage to any worker, so the smallest device counts for it.
-    """
+    """Return `worker_bytes`, or those of each worker where they differ and no plan is written by hand."""
     each = [worker_bytes(options, [device]) for device in devices]
     known = tuple(size for size in each if size is not None)
     if options.plan_text is not None or len(known) < len(each) or min(known) >= _ALIKE * max(known):
@@ -41,13 +38,12 @@ def memory_of_workers(options: Options, devices: Sequence[Device]) -> Memory | N
 
 
 def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
-    """Return the bytes that every worker may use for tensors, or None without a limit.
+    """Return the bytes that every worker may use for tensors, without what libraries keep; None if there is no limit.
 
-    Without a plan, any layer may run on any worker, so the smallest device counts. Memory that libraries keep is
-    already subtracted.
+    Without a plan, any layer may run on any worker, so the smallest device counts.
 
     Raises:
-        ValueError: if the budget is a fraction and the devices have no capacity.
+        ValueError: the budget is a fraction and the devices have no capacity.
     """
     budget = _budget_of(options, devices)
     return None if budget is None else max(0, budget - library_bytes(devices))
@@ -56,18 +52,15 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
 def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:
     """Return `worker_bytes` with the memory that libraries keep."""
     budget, capacity = options.memory_budget, capacity_of(devices)
-    if isinstance(budget, float):
-        if capacity is None:
+    if capacity is None:
+        if isinstance(budget, float):
             raise ValueError(
                 f"memory_budget={budget} is a fraction, and emulated devices have no limit to take it of: give a "
                 "size such as '2GiB', or set emulation.memory."
             )
-        budget = int(budget * capacity)
-    elif budget is None:
-        budget = None if capacity is None else int(_SHARE * capacity)
-    if budget is None or capacity is None:
         return None if budget is None else int(budget)
-    return min(int(budget), capacity)
+    share = _SHARE if budget is None else budget
+    return min(int(share * capacity if isinstance(share, float) else share), capacity)
 
 
 def over_capacity(options: Options, devices: Sequence[Device]) -> str | None:
@@ -90,9 +83,9 @@ def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Dev
     """Return the planned peak of a worker in bytes, including the memory that libraries keep; the most of all."""
     limit, lead = memory_of_workers(options, devices), devices[0].lead_bytes
     if not isinstance(limit, tuple):
-        return planned_bytes(plan, costs, len(devices), limit, lead) + library_bytes(devices)
+        return WorkerNeeds(plan, costs, len(devices)).planned(limit, lead) + library_bytes(devices)
     return max(
-        planned_bytes(plan, costs, len(devices), most, lead, device.index) + library_bytes([device])
+        WorkerNeeds(plan, costs, len(devices), device.index).planned(most, lead) + library_bytes([device])
         for most, device in zip(limit, devices, strict=True)
     )
 
@@ -165,19 +158,11 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
     if options.memory_budget is None or limit is None:
         return
     if (need := device_bytes(plan, costs, len(devices))) > limit:
+        copies = "unpacked weights, " if plan.unpack_once else ""
+        once = str(plan).partition("; unpack once ")[2]
+        fewer = f"leave out '; unpack once {once}', " if once else ""
         raise ValueError(
-            f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, {_copies(plan)}"
+            f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, {copies}"
             f"activations, and boundary tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it "
-            f"into more stages or smaller rounds, {_fewer_copies(plan)}or raise memory_budget."
-            f"{libraries_note(options, devices)}"
+            f"into more stages or smaller rounds, {fewer}or raise memory_budget.{libraries_note(options, devices)}"
         )
-
-
-def _copies(plan: Plan) -> str:
-    return "unpacked weights, " if plan.unpack_once else ""
-
-
-def _fewer_copies(plan: Plan) -> str:
-    """Return the part of a remedy that has each use unpack its weights; empty if it does."""
-    once = str(plan).partition("; unpack once ")[2]
-    return f"leave out '; unpack once {once}', " if once else ""

@@ -24,8 +24,8 @@ class Formats:
     Args:
         low: dtype of the whole computation (``bf16-true``, ``16-true``). None: each master's own.
         mixed: whether autocast casts masters where they are used, so that some may be uploaded already cast.
-        sets_default: whether torch's default dtype differs within a step. It is the whole process's.
-        outside: torch's default dtype while no step runs. Within a step the process-wide default is ``low``, if given.
+        sets_default: whether torch's default dtype, the whole process's, differs within a step.
+        outside: torch's default dtype while no step runs. Within a step it is ``low``, if given.
         scales: the factors that losses are multiplied by.
 
     Attributes:

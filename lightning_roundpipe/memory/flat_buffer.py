@@ -34,16 +34,7 @@ from lightning_roundpipe.optim.split_masters import SplitTensor
 
 
 class FlatCopy:
-    """A copy of some masters in one flat host buffer.
-
-    Args:
-        places: their slices in the buffer.
-        device: allocates the buffer.
-
-    Attributes:
-        buffer: the memory.
-        views: the copies of the masters. Kept, because each update refreshes all of them.
-    """
+    """A copy of some masters in one flat host buffer. The ``views`` are kept, as each update refreshes all of them."""
 
     def __init__(self, places: Sequence[ParamSlice], device: Device) -> None:
         self.buffer = device.host_buffer(size_of(places))
@@ -55,16 +46,12 @@ class FlatCopy:
 
 
 class FlatBuffer:
-    """One flat host buffer whose views are the masters; or the masters alone if they stay in their files.
+    """One flat host buffer whose views are the masters; or masters alone that stay in their files (``in_place``).
 
     Attributes:
-        masters: the masters.
-        in_place: whether they stay in their files.
         segments: their slices in ``buffer``.
-        buffer: their memory.
         views: their values, in ``buffer`` or where user code has put them.
-        places: their slices in what uploads read.
-        nbytes: size of what uploads read.
+        places, nbytes: their slices in what uploads read, and its size.
     """
 
     def __init__(
@@ -142,11 +129,9 @@ class FlatBuffer:
             self.refresh()
 
     def round(self, formats: Mapping[int, torch.dtype], *, share: bool = False) -> None:
-        """Make uploads read copies that are rounded for some of the masters.
+        """Make uploads read copies that are rounded to ``formats``, by index of the master; empty: not rounded.
 
-        Args:
-            formats: dtype to round to, by index of the master. If empty, uploads read ``source`` again.
-            share: whether masters and what uploads read share memory, where they can.
+        ``share``: whether masters and what uploads read share memory, where they can.
         """
         dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
         if share and self.shares and dtypes == [place.dtype for place in self.places]:
@@ -306,7 +291,9 @@ class FlatBuffer:
                 self.views[index] = master.data
             elif master.data_ptr() == home.data_ptr():
                 self.views[index] = home
-            elif home.numel() and (holders(home) > ALONE or _may_be_held(master)):
+            elif home.numel() and (
+                holders(home) > ALONE or holders(master) > ALONE or not master.untyped_storage().resizable()
+            ):  # others hold the memory, or may: that of numpy's arrays or of other processes
                 self.views[index] = master.data
             else:
                 home.copy_(master.data)
@@ -319,11 +306,6 @@ class FlatBuffer:
             self._working = None  # it was there for masters outside the buffer, which have come back
         if moved and self.copied:
             self.refresh()
-
-
-def _may_be_held(tensor: Tensor) -> bool:
-    """Return whether others hold the memory of ``tensor``, or may: that of numpy's arrays or of other processes."""
-    return holders(tensor) > ALONE or not tensor.untyped_storage().resizable()
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:

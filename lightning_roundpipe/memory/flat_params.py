@@ -39,13 +39,13 @@ def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) ->
     return ParamSlice(offset, tensor.numel() * dtype.itemsize, tensor.shape, tuple(stride), dtype)
 
 
-def in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[ParamSlice], int]:
+def in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[tuple[ParamSlice, ...], int]:
     """Lay out the tensors one after another; return their slices and the bytes that they take."""
     segments, offset = [], 0
     for tensor, dtype in zip(tensors, dtypes, strict=True):
         segments.append(segment_of(tensor, offset, dtype))
         offset += aligned(segments[-1].nbytes)
-    return segments, offset
+    return tuple(segments), offset
 
 
 def size_of(segments: Iterable[ParamSlice]) -> int:

@@ -25,7 +25,6 @@ way. Those that are added are added part by part, while the next part lands.
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,9 +65,9 @@ class Reduction:
     """How gradients come to the host.
 
     Attributes:
-        dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
+        dtype: in which gradients travel if it is narrower than their own.
         thread: returns the thread that adds what has landed from a worker to the sums. What lands from one worker lands
-            in order, so that its thread waits for nothing that comes after what is there.
+            in order, so its thread waits for nothing that comes later.
         adding: taken for each sum, which alone takes all of the host's memory bandwidth, and of torch's threads.
     """
 
@@ -81,17 +80,13 @@ class GradientLayout:
     """The layout of the gradients of one layer's trainable parameters in a flat buffer.
 
     Args:
-        layer: the layer.
         trainable: per master, whether it is trained. Default: as it is now.
-        dtype: dtype in which gradients travel if it is narrower than their own.
+        dtype: in which gradients travel if it is narrower than their own.
 
     Attributes:
-        trained: per master, whether its gradient has a place.
+        positions, keys: of the trained masters, and their ids.
         segments, nbytes: slices and size of the sums, on a worker and on the host.
-        key: the slices, to look up what layers of equal layout share.
-        travelling, travel_nbytes: slices and size of what is downloaded.
-        travelling_key: like ``key``.
-        narrowed: whether the two differ.
+        travelling, travel_nbytes: likewise of what is downloaded.
     """
 
     def __init__(
@@ -102,11 +97,9 @@ class GradientLayout:
         masters = [layer.masters[position] for position in self.positions]
         self.keys = list(map(id, masters))
         dtypes = [master.dtype for master in masters]
-        narrow = [dtype if dtype is not None and _narrows(dtype, own) else own for own in dtypes]
+        narrow = [dtype if dtype and own.is_floating_point and dtype.itemsize < own.itemsize else own for own in dtypes]
         self.segments, self.nbytes = in_a_row(masters, dtypes)
-        self.key = tuple(self.segments)
         self.travelling, self.travel_nbytes = in_a_row(masters, narrow)
-        self.travelling_key = tuple(self.travelling)
         self.narrowed = narrow != dtypes
 
     @cached_property
@@ -129,18 +122,8 @@ class GradientLayout:
         return list(accumulate((max((p.own.stop for p in part), default=0) for part in self.parts), max))
 
 
-def _narrows(dtype: torch.dtype, own: torch.dtype) -> bool:
-    return own.is_floating_point and dtype.itemsize < own.itemsize
-
-
 class _Block:
-    """Host memory for gradients of a call, which sums use one after another.
-
-    Args:
-        flat: the memory.
-        home: where it goes back to.
-        kept: whether it is used again.
-    """
+    """Host memory for gradients of a call, which sums use one after another. ``kept``: whether it is used again."""
 
     def __init__(self, flat: Tensor, home: _Blocks, *, kept: bool) -> None:
         self.flat, self.home, self.kept = flat, home, kept
@@ -165,21 +148,17 @@ class _Block:
 
 
 class _Blocks:
-    """Blocks of one kind.
+    """Blocks of one kind, from memory that ``new`` allocates.
 
     A block is used again for gradients of at least half its size. Where a new one would exceed the limit, free blocks
     are given up for it. Memory that was handed to user code in ``.grad`` is used again once user code has dropped it.
 
-    Args:
-        new: allocates host memory.
-        limit: bytes from which on downloads wait, and none are kept without need.
-
     Attributes:
-        held: bytes of the blocks that are taken.
+        held: bytes of the blocks that are taken. From ``limit`` on, downloads wait, and none are kept without need.
         generation: the number of calls of `clear`, after which blocks that were taken before do not come back.
     """
 
-    def __init__(self, new: Callable[[int], Tensor], limit: float) -> None:
+    def __init__(self, new: Callable[[int], Tensor], limit: int) -> None:
         self._new, self._limit = new, limit
         self.held = self.generation = 0
         self._lock = threading.Lock()
@@ -212,13 +191,18 @@ class _Blocks:
         return found
 
     def give(self, block: _Block, filled: Event | None, *, lent: bool) -> None:
-        """Take a block back. For the arguments see `GradientPool.give`."""
+        """Do what `GradientPool.give` does, but wake nothing."""
         block.filled = filled
         with self._lock:
             if block.generation == self.generation:
                 self.held -= block.nbytes
                 if block.kept:
                     (self._lent if lent else self._free).append(block)
+
+    def give_up_free(self) -> None:
+        """Free the memory of blocks that nothing uses."""
+        with self._lock:
+            self._free.clear()
 
     def clear(self) -> None:
         """Free all memory but what is taken, which is freed with those who have it."""
@@ -244,14 +228,14 @@ class GradientPool:
     grows with what is in flight. Where the optimizer needs all gradients before it uses any (clipping by norm, loss
     scaling, several rounds, several machines), that is a block for each layer. Where it uses them layer by layer, a
     download that would exceed ``limit`` bytes waits for it, while it has complete gradients to go on with. It waits for
-    nothing else: what is incomplete may come with the very download that would wait.
-
-    What is to be added has a block until it is. A download that would exceed ``limit`` bytes of these waits for that.
-    In the first window there is one.
+    nothing else: what is incomplete may come with the very download that would wait. What is to be added has a block
+    until it is; a download that would exceed ``limit`` bytes of these waits for that. In later windows of one round
+    nothing is added, so what the first window has for that is given up behind it.
 
     Args:
         device: any device; allocates host memory that copies asynchronously.
         limit: see above.
+        largest: bytes of the largest sum in the gradients' own dtypes: what is kept for updates of narrowed ones.
 
     Attributes:
         keeps: whether new blocks are kept for reuse. In the first window, whose microbatches run one after another, all
@@ -259,15 +243,26 @@ class GradientPool:
         draining: the step whose gradients the optimizer uses layer by layer at the moment.
     """
 
-    def __init__(self, device: Device, limit: int) -> None:
+    def __init__(self, device: Device, limit: int, largest: int) -> None:
         self.limit = limit
         self.keeps = False
         self.draining: Ready | None = None
         self._arriving, self._landing = (_Blocks(device.host_buffer, limit) for _ in range(2))
         # Only the host writes to narrowed gradients' sums, so these need no page-locked memory.
-        self._wide = _Blocks(partial(torch.empty, dtype=torch.uint8), math.inf)
+        self._wide = _Blocks(partial(torch.empty, dtype=torch.uint8), largest)
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
+
+    def begin_window(self, *, keeps: bool) -> None:
+        """Begin a window. For ``keeps`` see above."""
+        if keeps and not self.keeps:
+            self._landing.give_up_free()
+        self.keeps = keeps
+
+    def give_up_free(self) -> None:
+        """Free the memory that no sum has at the moment."""
+        for blocks in (self._arriving, self._landing, self._wide):
+            blocks.give_up_free()
 
     def is_full(self, nbytes: int) -> bool:
         """Return whether the first download of a sum waits for an update."""
@@ -301,13 +296,7 @@ class GradientPool:
         return self._wide.take(nbytes, keep=self.keeps)
 
     def give(self, block: _Block, filled: Event | None, *, lent: bool = False) -> None:
-        """Take a block back.
-
-        Args:
-            block: the block.
-            filled: the end of the last download into it.
-            lent: whether user code may hold views of it.
-        """
+        """Take a block back, whose last download ends at ``filled``; ``lent``: user code may hold views of it."""
         block.home.give(block, filled, lent=lent)
         self.look_again()
 
@@ -349,10 +338,7 @@ class _Added(Event):
         self._error: BaseException | None = None
 
     def after(self, landed: Event, add: Callable[[], None], then: Sequence[Callable[[], None]] = ()) -> None:
-        """Wait for ``landed``, add to the sum, do what is to be done ``then``, failed or not, and reach the event.
-
-        Runs on the summing thread.
-        """
+        """Wait for ``landed``, add to the sum, do what is to be done ``then``, failed or not, and reach the event."""
         before, self._before = self._before, None
         try:
             landed.wait()
@@ -392,26 +378,16 @@ _Call = tuple[int, tuple[int, ...], tuple[bool, ...] | None]
 
 
 class GradientMemory:
-    """Host memory for the gradients of all calls.
-
-    Args:
-        layers: the layers that are called.
-        device: any device; allocates host memory that copies asynchronously.
-        reduction: how gradients come to the host.
-        workers: the number of workers.
-
-    Attributes:
-        pool: where sums have their memory from.
-    """
+    """Host memory for the gradients of all calls."""
 
     def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction, workers: int) -> None:
         self.reduction = reduction
         self._layers = layers
-        self._trained: dict[int, tuple[bool, ...]] = {}
         self._see_trained()
         self._layouts: dict[_Call, GradientLayout] = {}
-        sizes = (GradientLayout(layer, [True] * len(layer.masters), reduction.dtype).travel_nbytes for layer in layers)
-        self.pool = GradientPool(device, sum(heapq.nlargest(layers_in_flight(workers), sizes)))
+        all_trained = [GradientLayout(layer, [True] * len(layer.masters), reduction.dtype) for layer in layers]
+        in_flight = heapq.nlargest(layers_in_flight(workers), (layout.travel_nbytes for layout in all_trained))
+        self.pool = GradientPool(device, sum(in_flight), max((layout.nbytes for layout in all_trained), default=0))
 
     def begin(
         self, layer: HostLayer, use: tuple[int, ...], trainable: tuple[bool, ...] | None = None, *,
@@ -420,7 +396,6 @@ class GradientMemory:
         """Return the sum of one call's gradients in a new window.
 
         Args:
-            layer: the layer.
             use: tells the calls of the layer apart.
             trainable: per master, whether it is trained. Default: as it was at the last `drop`.
             own_sums: whether each round's sum travels alone, and the host adds it.
@@ -439,20 +414,14 @@ class GradientMemory:
         self._see_trained()
 
     def _see_trained(self) -> None:
-        self._trained = {layer.index: layer.weights.trainable() for layer in self._layers}
+        self._trained: dict[int, tuple[bool, ...]] = {layer.index: layer.weights.trainable() for layer in self._layers}
 
 
 class HostGradSums:
     """The gradients of one call's layer, summed over one window's microbatches, in host memory.
 
     ``present`` says per trainable parameter whether it got a gradient. One that got none must keep ``.grad`` None, or
-    AdamW would decay it.
-
-    Args:
-        layer: the layer.
-        layout: layout of the gradients in the block.
-        pool: where the memory comes from.
-        reduction: how what arrives is added. None: a later download continues the sum, and overwrites it.
+    AdamW would decay it. Without ``reduction``, a later download continues the sum, and overwrites it.
     """
 
     def __init__(
@@ -484,36 +453,36 @@ class HostGradSums:
     @property
     def _views(self) -> list[Tensor]:
         assert self._block is not None, "the sum has no memory"
-        return self._block.views(self.layout.key)
+        return self._block.views(self.layout.segments)
 
     @property
     def arrived(self) -> Event | None:
         """The end of the last download, or its addition: the sum may be read or overwritten afterwards."""
         return self.parts[-1][1] if self.parts else None
 
-    @property
-    def has_room(self) -> bool:
-        """Whether neither `make_room` nor a download waits."""
-        nbytes, arrived = self.layout.travel_nbytes, self.arrived
-        if arrived is None:
-            return not self._pool.is_full(nbytes)
-        return not self.adds or (arrived.done() and not self._pool.is_landing(nbytes))
+    def make_room(self, cancel_scope: CancelScope | None = None) -> bool:
+        """Before a download: take a block for it [2].
 
-    def make_room(self, cancel_scope: CancelScope) -> None:
-        """Before a download: take a block for it [2]."""
-        layout, pool = self.layout, self._pool
-        if self._first is None and self._block is None:
-            pool.wait(pool.is_full, layout.travel_nbytes, cancel_scope)
-            block = pool.take(layout.travel_nbytes)
-            if layout.narrowed:
-                self._first = block
-            else:
-                self._block = block
-        elif self.adds:
-            pool.wait(pool.is_landing, layout.travel_nbytes, cancel_scope)
-            self._landing = pool.take_landing(layout.travel_nbytes), self._first
+        Without a ``cancel_scope``, returns False, and does nothing, where this or the download would wait.
+        """
+        layout, pool, arrived = self.layout, self._pool, self.arrived
+        nbytes, is_first = layout.travel_nbytes, self._first is None and self._block is None
+        if not (is_first or self.adds):
+            return True
+        full = pool.is_full if is_first else pool.is_landing
+        if cancel_scope is not None:
+            pool.wait(full, nbytes, cancel_scope)
+        elif full(nbytes) or not (arrived is None or arrived.done()):
+            return False
+        if not is_first:
+            self._landing = pool.take_landing(nbytes), self._first
             if self._first is not None:
                 self._first, self._block = None, pool.take_wide(layout.nbytes)
+        elif layout.narrowed:
+            self._first = pool.take(nbytes)
+        else:
+            self._block = pool.take(nbytes)
+        return True
 
     def release(self) -> None:
         """Give the memory back, whose contents are no longer needed [3]. Idempotent."""
@@ -524,19 +493,13 @@ class HostGradSums:
         if block is not None:
             self._pool.give(block, self.arrived, lent=self.handed_out)
 
-    def download(
-        self,
-        stream: Stream,
-        source: Tensor,
-        worker: int,
-        present: Sequence[bool],
-        begun: Callable[[], object],
-        failed: Callable[[BaseException], object],
-    ) -> None:
-        """Enqueue the download of a worker's gradients that are ``present``. For the arguments see `DeviceGradSums`."""
-        if self._landing is not None:
-            self._land(stream, source, worker, present, begun, failed)
-            return
+    @property
+    def is_to_be_added(self) -> bool:
+        """Whether the next download is to be added to the sum."""
+        return self._landing is not None
+
+    def overwrite(self, stream: Stream, source: Tensor, present: Sequence[bool]) -> None:
+        """Enqueue the download of a worker's gradients that are ``present``, in place of the sum."""
         target = self._first or self._block
         assert target is not None, "the sum has no memory"
         parts = []
@@ -544,21 +507,12 @@ class HostGradSums:
             stream.copy(target.flat[start:end], source[start:end])
             parts.append((there, stream.record()))
         self.parts, self.present = parts, list(present)
-        begun()
 
-    def _land(
-        self,
-        stream: Stream,
-        source: Tensor,
-        worker: int,
-        present: Sequence[bool],
-        begun: Callable[[], object],
+    def land(
+        self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool], begun: Callable[[], object],
         failed: Callable[[BaseException], object],
-    ) -> None:
-        """Enqueue the download of what is to be added, and have the summing thread add it.
-
-        Each part waits until what has landed before is added [5].
-        """
+    ) -> None:  # fmt: skip
+        """Enqueue the download of what is to be added. Each part waits until what has landed before is added [5]."""
         assert self._landing is not None and self._block is not None and self._reduction is not None
         (landing, first), sums, self._landing = self._landing, self._block.flat, None
         summed, before, thread = self.present, [event for _, event in self.parts], self._reduction.thread(worker)
@@ -626,7 +580,7 @@ class HostGradSums:
         self._wait_for(next((event for there, event in self.parts if there >= nbytes), self.parts[-1][1]))
         if self._block is None:
             assert self._first is not None, "the sum has no memory"
-            part = self._first.views(self.layout.travelling_key)[index].view(-1)[start:end].to(segment.dtype, copy=True)
+            part = self._first.views(self.layout.travelling)[index].view(-1)[start:end].to(segment.dtype, copy=True)
         else:
             part = self._views[index].view(-1)[start:end]
         return part if factor == 1.0 else part.mul_(factor)
@@ -634,8 +588,7 @@ class HostGradSums:
     def take(self, factor: float) -> dict[int, Tensor]:
         """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the block.
 
-        After a hand-out the views are new tensors, so that the caller owns them. Otherwise they are the cached ones,
-        which the next window uses too.
+        After a hand-out, the caller owns the views. Otherwise they are cached, and the next window uses them, too.
         """
         if not any(self.present):
             return {}
@@ -654,7 +607,7 @@ class HostGradSums:
             return
         if self._block is None:
             self._block = self._pool.take_wide(self.layout.nbytes)
-        narrow = self._first.views(self.layout.travelling_key)
+        narrow = self._first.views(self.layout.travelling)
         for view, own, present in zip(narrow, self._views, self.present, strict=True):
             if present:
                 own.copy_(view)
@@ -749,22 +702,22 @@ class DeviceGradSums:
                 _narrow(self.segment, own, travelling)
 
     def download(
-        self,
-        stream: Stream,
-        worker: int,
-        begun: Callable[[], object] = lambda: None,
+        self, stream: Stream, worker: int, begun: Callable[[], object] = lambda: None,
         failed: Callable[[BaseException], object] = lambda error: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`.
 
         Args:
-            stream: the stream of ``worker``'s downloads of gradients.
-            worker: number of the worker.
+            stream: of ``worker``'s downloads of gradients.
             begun: called once another worker's download to the same sums may follow.
             failed: called with an error, which the caller gets as well, before other workers may meet it.
         """
         source = self.segment[: self.host.layout.travel_nbytes]
-        self.host.download(stream, source, worker, self.present, begun, failed)
+        if self.host.is_to_be_added:
+            self.host.land(stream, source, worker, self.present, begun, failed)
+        else:
+            self.host.overwrite(stream, source, self.present)
+            begun()
 
 
 def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:

@@ -18,7 +18,6 @@ from lightning_roundpipe.memory.write_check import WriteCheck
 from lightning_roundpipe.model.attributes import ModuleState
 from lightning_roundpipe.model.cast_weights import Uses
 from lightning_roundpipe.model.forward_hooks import Observers
-from lightning_roundpipe.model.replica import unique_parameters
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22
 """How often freed memory is returned to the system while weights move, at most, and the least bytes worth it."""
@@ -28,42 +27,24 @@ class HostLayer:
     """One layer of the user's model.
 
     Args:
-        index: position among the layers.
         name: qualified name in the LightningModule.
-        module: the user's module.
-        device, owned, formats, double_buffered, mapped: see `LayerWeights`.
         buffers: the newest values of all layers' buffers.
 
     Attributes:
         title: names it in error messages.
-        masters: its parameters.
-        bucket: those that are updated together with them. `make_buckets` sets it once all layers are known.
-        weights: where the masters lie, and their uploads.
-        check: whether user code has written to them.
-        state: the attributes of its modules.
-        buffers: its buffers.
+        bucket: the masters that are updated together with its own. `make_buckets` sets it once all layers are known.
+        check: whether user code has written to its masters.
         observers: forward hooks inside it that only look.
-        seen: what runs of its code have shown.
     """
 
     bucket: ParamBucket
 
-    def __init__(
-        self, index: int, name: str, module: nn.Module, device: Device, owned: Owned, formats: Formats | None = None, *,
-        double_buffered: bool = False, mapped: Container[int] = (), buffers: HostBuffers | None = None,
-    ) -> None:  # fmt: skip
-        self.index = index
-        self.name = name
-        self.title = f"layer {name!r}"
-        self.module = module
-        self.masters = unique_parameters(module)
+    def __init__(self, index: int, name: str, module: nn.Module, weights: LayerWeights, buffers: HostBuffers) -> None:
+        self.index, self.name, self.title = index, name, f"layer {name!r}"
+        self.module, self.masters, self.weights = module, weights.masters, weights
         self.state = ModuleState(name, module)
-        self.buffers = LayerBuffers(name, HostBuffers() if buffers is None else buffers)
+        self.buffers = LayerBuffers(name, buffers)
         self.observers = Observers()
-        formats = formats or Formats()
-        self.weights = LayerWeights(
-            module, self.masters, device, owned, formats, double_buffered=double_buffered, mapped=mapped
-        )
         self.check = WriteCheck(name, self.state)
         self.seen = SeenCode(Uses(module, self.masters))
 
@@ -81,13 +62,9 @@ def host_layers(
     layers: list[HostLayer] = []
     left, buffers = 0, HostBuffers()
     for name, module in modules.items():
-        layers.append(
-            HostLayer(
-                len(layers), name, module, device, owned, formats, double_buffered=double_buffered, mapped=mapped,
-                buffers=buffers,
-            )
-        )  # fmt: skip
-        left += layers[-1].weights.nbytes
+        weights = LayerWeights(module, device, owned, formats, double_buffered=double_buffered, mapped=mapped)
+        layers.append(HostLayer(len(layers), name, module, weights, buffers))
+        left += weights.nbytes
         if left >= portion:
             give_back()
             left = 0
@@ -98,15 +75,10 @@ def make_buckets(
     layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *,
     double_buffered: bool = False,
 ) -> list[ParamBucket]:  # fmt: skip
-    """Return the buckets of a module in forward order and set each layer's ``bucket``.
+    """Return the buckets of a module in forward order and set each layer's ``bucket``. Tied layers share a bucket.
 
-    Layers that share masters share a bucket.
-
-    Args:
-        layers: all layers, in order.
-        masters: all parameters of the module. Those of no layer make the first bucket, because user code may read them
-            anywhere.
-        formats, double_buffered: see `ParamBucket`.
+    Those of ``masters``, all of the module's, that are in no layer make the first bucket, as user code may read them
+    anywhere.
     """
     groups: list[list[HostLayer]] = []
     for layer in layers:
@@ -133,13 +105,9 @@ def make_buckets(
 def begin_to_train(
     layers: Iterable[HostLayer], others: Iterable[nn.Parameter], formats: Formats, *, double_buffered: bool
 ) -> None:
-    """Adapt to a change of ``requires_grad``: widen newly trained masters, and copy them if ``double_buffered``.
+    """Adapt to a change of ``requires_grad``: widen newly trained masters, also ``others`` that belong to no layer.
 
-    Args:
-        layers: all layers.
-        others: masters that belong to no layer.
-        formats: dtypes of the run.
-        double_buffered: whether the optimizer writes to masters while they are uploaded.
+    They are copied if the optimizer writes to masters while they are uploaded (``double_buffered``).
     """
     weights = [layer.weights for layer in layers]
     for one in weights:

@@ -22,11 +22,9 @@ class HostModel:
         module: the module, with its weights on the CPU.
         layers: the modules that run on workers, by name.
         device: any device; allocates host memory that copies asynchronously.
-        formats: dtypes in which layers and user code compute.
         double_buffered: whether the optimizer writes to masters while they are uploaded.
 
     Attributes:
-        buffers: the layers' buffers, as calls leave them.
         bucket_of: bucket by id of the master.
         structure: its modules and parameters at the start.
         undisturbed: whether no update of any master is pending.

@@ -8,12 +8,7 @@ from lightning_roundpipe.devices import Event
 
 
 class HostTensor:
-    """A tensor on the host.
-
-    Attributes:
-        tensor: the tensor.
-        ready: end of its download; None if it was not downloaded.
-    """
+    """A tensor on the host. ``ready``: the end of its download, if it was downloaded."""
 
     __slots__ = ("ready", "tensor")
 

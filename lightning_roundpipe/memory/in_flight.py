@@ -23,10 +23,7 @@ class InFlight:
     """The calls that are enqueued on a device and not finished, oldest first, with the memory that each keeps alive.
 
     Memory alone is kept, without the graphs of its tensors: these would keep what autograd has saved, and the inputs of
-    the calls that they were made by.
-
-    Attributes:
-        nbytes: size of the storages, each counted once.
+    the calls that they were made by. ``nbytes`` is the size of the storages, each counted once.
     """
 
     def __init__(self) -> None:
@@ -43,15 +40,9 @@ class InFlight:
         return self._calls[0][0]
 
     def add(self, end: Event, tensors: Any, *, counted: bool) -> None:
-        """Add a call.
-
-        Args:
-            end: the end of the call.
-            tensors: tensors to keep until then, in nested lists.
-            counted: whether to add their bytes to ``nbytes``.
-        """
+        """Add a call with ``tensors``, in nested lists, to keep until its ``end`` and, if ``counted``, to count."""
         flat = _flat(tensors)
-        storages = _storages(flat)
+        storages = [tensor.untyped_storage() for tensor in flat if tensor.layout is torch.strided]
         others = [tensor.detach() for tensor in flat if tensor.layout is not torch.strided]
         self._calls.append((end, [storages, others], storages if counted else []))
         if not counted:
@@ -69,10 +60,6 @@ class InFlight:
             if not self._holders[storage._cdata]:
                 del self._holders[storage._cdata]
                 self.nbytes -= storage.nbytes()
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
 
 
 def _flat(nested: Iterable[Any]) -> list[Tensor]:

@@ -1,13 +1,9 @@
 """A layer's parameters in host memory, and their upload to a worker.
 
-The masters are moved into flat host buffers once, so that a layer is one copy instead of one per parameter. The user's
-``nn.Parameter`` objects keep their identity; only their ``.data`` moves. Where masters are computed with in their own
-dtype and staleness is 0, uploads read the masters. With staleness 1 the optimizer writes to trained masters while they
-are uploaded, so these have a working copy beside them. It is refreshed between the last upload of a step and the first
-one of the next. Masters that are computed with in another dtype have a working copy too.
-
-A frozen master in a memory-mapped file may stay there (`mapped_files`). Its uploads read the file, one parameter at a
-time.
+Where masters are computed with in their own dtype and staleness is 0, uploads read the masters. With staleness 1 the
+optimizer writes to trained masters while they are uploaded, so these have a working copy beside them. It is refreshed
+between the last upload of a step and the first one of the next. Masters that are computed with in another dtype have a
+working copy too. Uploads of a frozen master that stays in its file read it there, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.flat_buffer import FlatBuffer
 from lightning_roundpipe.memory.flat_params import ParamSlice, aligned
 from lightning_roundpipe.model.quantized import aliases, follow
+from lightning_roundpipe.model.replica import unique_parameters
 
 Owned = dict[int, tuple[FlatBuffer, int]]
 """Buffer and index of parameters, by id."""
@@ -32,11 +29,8 @@ class LayerWeights:
     """The masters of one layer in flat host buffers, and their places in a worker's arena.
 
     Args:
-        module: the user's module.
-        masters: its parameters.
         device: any device; allocates host memory that copies asynchronously.
         owned: the parameters of earlier layers, to which this one may be tied. Updated.
-        formats: dtypes in which weights travel.
         double_buffered: whether the optimizer writes to masters while they are uploaded.
         mapped: ids of masters that stay in their files.
 
@@ -48,10 +42,10 @@ class LayerWeights:
     """
 
     def __init__(
-        self, module: nn.Module, masters: list[nn.Parameter], device: Device, owned: Owned, formats: Formats, *,
-        double_buffered: bool, mapped: Container[int],
+        self, module: nn.Module, device: Device, owned: Owned, formats: Formats, *, double_buffered: bool,
+        mapped: Container[int],
     ) -> None:  # fmt: skip
-        self._masters = masters
+        self.masters = masters = unique_parameters(module)
         self.rounded: frozenset[int] = frozenset()
         self.shared: set[int] = set()
         mine = [p for p in masters if id(p) not in owned]
@@ -73,31 +67,29 @@ class LayerWeights:
             for master, segment in zip(flat.masters, flat.places, strict=True):
                 places[id(master)] = dataclasses.replace(segment, offset=base + segment.offset)
             base += flat.nbytes
-        tied = [p for p in self._masters if id(p) not in places]
+        tied = [p for p in self.masters if id(p) not in places]
         for master in tied:
             flat, index = self._held[id(master)]
             places[id(master)] = dataclasses.replace(flat.places[index], offset=base)
             base += aligned(places[id(master)].nbytes)
-        self._places = [places[id(p)] for p in self._masters]
+        self._places = [places[id(p)] for p in self.masters]
         self.nbytes = base
         self._tied: list[tuple[nn.Parameter, ParamSlice]] = [(p, places[id(p)]) for p in tied]
 
     def round(self, formats: Mapping[int, torch.dtype], *, share: bool = False) -> None:
-        """Upload rounded copies of some masters from now on.
+        """Upload copies of some masters from now on that are rounded to ``formats``, by position.
 
-        Args:
-            formats: dtype to round to, by position. Masters shared with another layer, or in a file, are left as they
-                are.
-            share: whether masters and their copies share memory, where they can.
+        Masters shared with another layer, or in a file, are left as they are. ``share``: whether masters and their
+        copies share memory, where they can.
         """
-        mine = {id(self._masters[i]): dtype for i, dtype in formats.items() if id(self._masters[i]) not in self.shared}
+        mine = {id(self.masters[i]): dtype for i, dtype in formats.items() if id(self.masters[i]) not in self.shared}
         for flat in self.flats:
             here = {} if flat.in_place else {i: mine[id(p)] for i, p in enumerate(flat.masters) if id(p) in mine}
             flat.round(here, share=share)
         self.place()
         self.rounded = frozenset(
             i
-            for i, (p, place) in enumerate(zip(self._masters, self._places, strict=True))
+            for i, (p, place) in enumerate(zip(self.masters, self._places, strict=True))
             if place.dtype is not self.read(p).dtype
         )
 
@@ -109,7 +101,7 @@ class LayerWeights:
 
     def written(self) -> list[tuple[int, int]]:
         """Return a value that changes when user code writes to a master or replaces its memory."""
-        return [(master._version, master.data_ptr()) for master in self._masters]
+        return [(master._version, master.data_ptr()) for master in self.masters]
 
     @property
     def copied(self) -> bool:
@@ -117,15 +109,10 @@ class LayerWeights:
         return any(flat.copied for flat in self.flats)
 
     def trainable(self) -> tuple[bool, ...]:
-        return tuple([p.requires_grad for p in self._masters])
+        return tuple([p.requires_grad for p in self.masters])
 
     def upload(self, stream: Stream, segment: Tensor) -> None:
-        """Enqueue the upload of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.
-
-        Args:
-            stream: the stream that copies.
-            segment: the destination.
-        """
+        """Enqueue the upload of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena."""
         base = 0
         for flat in self.flats:
             flat.upload(stream, segment[base : base + flat.nbytes])

@@ -16,8 +16,7 @@ class Scales(Versioned):
 
     Args:
         scale: the dynamic loss scale. None: no scaling, all factors are 1.
-        outer: whether the merged loss is multiplied by the factor once more when it is differentiated, as Lightning
-            does.
+        outer: whether the merged loss is multiplied by the factor once more when it is differentiated, as by Lightning.
 
     Attributes:
         last: factor of the last step that had a loss.
@@ -33,10 +32,9 @@ class Scales(Versioned):
         self._known: dict[int, float] = {}
 
     def fix(self, *versions: int) -> float:
-        """Set the factor of ``versions`` to the current one. No update may be pending.
+        """Set the factor of ``versions`` to the current one, and return its ratio to that of the last loss.
 
-        Returns:
-            The ratio of this factor to that of the last loss, by which accumulated gradients may have to be multiplied.
+        Accumulated gradients may have to be multiplied by it. No update may be pending.
         """
         if self.scale is None:
             return 1.0
@@ -71,10 +69,7 @@ class Scales(Versioned):
         return self._known[version]
 
     def outside(self, version: int) -> float:
-        """Return the factor that the merged loss is multiplied by outside of the step, and update ``last``.
-
-        The gradients contain it already.
-        """
+        """Return the factor of the merged loss, not of its gradients, outside of the step, and update ``last``."""
         if self.scale is None:
             return 1.0
         self.last = self._known[version]

@@ -52,7 +52,6 @@ class BufferValue:
 
     Attributes:
         host: the values; None if the buffer is None, `ABSENT` if there is none.
-        ready: end of their download.
         of: the buffer that the values come from or will be settled in, and its version when it held ``base``.
         base: what the buffer holds until the values are settled.
         pending: whether the values are yet to be settled.
@@ -104,10 +103,7 @@ class HostBuffers:
             return known[1]
 
     def _differs(self, place: Place, buffer: BufferOrAbsent) -> bool:
-        """Return whether ``buffer`` was written to in a way that increments no version: by its ``data`` or ``numpy()``.
-
-        The first call after a step finds it.
-        """
+        """Return whether ``buffer`` was written to by its ``data`` or ``numpy()``, once for each step."""
         known = self._current[place][1]
         if place in self._compared or known.pending or not isinstance(buffer, Tensor) or not _is_plain(buffer):
             return False  # pending values are those of calls, which the buffer does not hold yet
@@ -213,11 +209,8 @@ _NEVER_LOADED = _Loaded(BufferValue(ABSENT, None, (ABSENT, 0)), ABSENT, 0)
 class LayerBuffers:
     """The buffers of one layer, which its replicas share.
 
-    Args:
-        layer: name of the layer.
-        host: values that the calls of all layers have left.
-
     Attributes:
+        host: values that the calls of all layers have left.
         mutable: module and name of the buffers that the forward was seen to change, by position.
         places: index of the module and name of each buffer, by position.
     """
@@ -236,13 +229,7 @@ class LayerBuffers:
 
 
 class ReplicaBuffers:
-    """The buffers of one layer's replica on one worker.
-
-    Args:
-        buffers: those of the layer. Updated.
-        replica: the replica.
-        device: the worker's device.
-    """
+    """The ``buffers`` of one layer, in its replica on one worker."""
 
     def __init__(self, buffers: LayerBuffers, replica: Replica, device: Device) -> None:
         self._of = buffers
@@ -300,20 +287,19 @@ class ReplicaBuffers:
     def changed(self, thorough: bool) -> list[int]:
         """Return the positions of the buffers that the call has changed.
 
-        Versions do not suffice: batch norm updates its running statistics without incrementing their versions. If
-        ``thorough``, values are compared, and the host waits for the device. Otherwise buffers that are known to be
-        mutable count as changed.
+        Versions do not suffice: batch norm updates its running statistics without incrementing them. If ``thorough``,
+        values are compared, and the host waits for the device. Else buffers that are known to be mutable count as
+        changed.
         """
         found = []
         for index, _, copy, name in self._buffers():
             loaded = self._loaded.get(index, _NEVER_LOADED)
             now = _buffer_of(copy, name)
-            if loaded is None or now is not loaded.here or _version(now) != loaded.here_version:
-                found.append(index)
-            elif isinstance(now, Tensor) and thorough:
-                if not _alike(now.cpu(), loaded.value.host):  # ``cpu`` comes after `load` on the compute stream
-                    found.append(index)
-            elif isinstance(now, Tensor) and index in self._of.mutable:
+            differs = loaded is None or now is not loaded.here or _version(now) != loaded.here_version
+            if isinstance(now, Tensor) and loaded is not None and not differs:
+                # ``cpu`` comes after `load` on the compute stream
+                differs = not _alike(now.cpu(), loaded.value.host) if thorough else index in self._of.mutable
+            if differs:
                 found.append(index)
         return found
 
@@ -323,14 +309,7 @@ class ReplicaBuffers:
         return {index: (id(buffer), _version(buffer)) for index, buffer in now.items()}
 
     def refuse_written(self, before: dict[int, tuple[int, int]]) -> None:
-        """Refuse writes to buffers during a backward, because they would be lost.
-
-        Args:
-            before: result of `written` before the backward.
-
-        Raises:
-            RoundPipeError: if a buffer was written to or replaced.
-        """
+        """Raise if a buffer was written to since `written` returned ``before``: a backward's writes are lost."""
         now = self.written()
         for index, original, _, name in self._buffers():
             if before.get(index, (id(ABSENT), 0)) != now[index]:

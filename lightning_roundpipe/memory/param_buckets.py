@@ -21,13 +21,8 @@ class ParamBucket(Versioned):
 
     Args:
         index: position in forward order.
-        masters: the masters.
         flats: the buffers of the layers that they belong to.
-        formats: dtypes that they are computed with in.
         double_buffered: whether masters are updated while a step computes with their working copies.
-
-    Attributes:
-        version: the last published version of the weights, which uploads may read.
     """
 
     def __init__(

@@ -20,12 +20,7 @@ GRADIENTS = "gradients between calls"
 
 
 class PeakMemoryMeter:
-    """Measures the peak from its construction on.
-
-    Args:
-        device: the worker's device.
-        inputs: the call's inputs. They are on the device already, and count.
-    """
+    """Measures a call's peak from its construction on. The call's ``inputs`` are on the device already, and count."""
 
     def __init__(self, device: Device, inputs: Iterable[Tensor]) -> None:
         inputs = list(inputs)

@@ -15,12 +15,12 @@ class SeenCode:
     """What is known of one layer's code.
 
     Attributes:
-        launch_seconds: how long it occupies the thread that runs it, in seconds; see `launched`.
+        launch_seconds: how long it occupies the thread that runs it; see `launched`.
         caches_parametrizations: whether it caches parametrizations.
         borrows: parameters of other modules that it computes with; None: it has not run yet.
         reads_data: whether it has read or set the ``.data`` of the layer's parameters: it may write there.
         reaches_out: whether gradients leave the layer other than through its arguments; None: it has not run in
-            training yet.
+            training.
         sets_attributes: whether its calls set attributes of its modules, so that each finds what the one before has
             set.
         uses: how it uses the layer's weights.

@@ -30,16 +30,12 @@ class SplitBuffer:
     """One flat buffer in the two forms above. It is joined, and has no values yet, when it is made.
 
     Args:
-        masters: the masters.
-        segments: their slices in the joined form.
+        segments: slices of the masters in the joined form.
         places: their slices in what uploads read.
-        device: allocates the buffer.
         hidden: ids of the masters whose values are split. Updated.
 
     Attributes:
-        buffer: the memory.
         homes: the masters' views into the joined form.
-        is_split: whether it is split now.
     """
 
     def __init__(

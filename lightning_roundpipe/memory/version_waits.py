@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 
 class Versioned:
-    """State with versions that are published in increasing order.
-
-    Attributes:
-        version: the last published version.
-    """
+    """State with versions that are published in increasing order, the last one being ``version``."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -19,11 +15,7 @@ class Versioned:
         self._waiting: list[tuple[int, Callable[[], None]]] = []
 
     def when(self, version: int, then: Callable[[], None]) -> bool:
-        """Have the publishing thread call ``then`` once ``version`` is published.
-
-        Returns:
-            False if it already is; ``then`` is not called in that case.
-        """
+        """Have the publishing thread call ``then`` once ``version`` is published; return False if it already is."""
         with self._lock:
             if self.version >= version:
                 return False

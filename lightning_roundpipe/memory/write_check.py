@@ -9,12 +9,7 @@ from lightning_roundpipe.model.attributes import ModuleState
 
 
 class WriteCheck:
-    """Whether a layer has the parameters and inner modules, unwritten, that it had at the last `snapshot`.
-
-    Args:
-        name: qualified name of the layer.
-        state: its modules, with their attributes.
-    """
+    """Whether a layer has the parameters and inner modules, unwritten, that it had at the last `snapshot`."""
 
     def __init__(self, name: str, state: ModuleState) -> None:
         self._name, self._state = name, state
@@ -30,11 +25,7 @@ class WriteCheck:
         self._inner = [(m._modules, tuple(m._modules.values())) for m in self._state.modules if m._modules]
 
     def assert_unmodified(self) -> None:
-        """Check at a call that the layer still has the weights that its workers have.
-
-        Raises:
-            RoundPipeError: if user code has changed or replaced a weight or an inner module since `snapshot`.
-        """
+        """Raise if user code has changed or replaced a weight or an inner module since `snapshot`."""
         for held, key, parameter, version, pointer in self._own:
             now = held.get(key)
             if now is not parameter:

@@ -38,30 +38,11 @@ def frozen(value: Any) -> Any:
     if not isinstance(value, Container):
         return value
     fresh: Any = value.copy() if type(value) in _OF_PYTHON else copy.copy(value)
-    if fresh and any(isinstance(inner, Container) for inner in (fresh.values() if isinstance(fresh, dict) else fresh)):
-        refill(fresh, value, nested=False)
+    if not isinstance(fresh, set):  # whose elements are no containers
+        for key, inner in [*(fresh.items() if isinstance(fresh, dict) else enumerate(fresh))]:
+            if isinstance(inner, Container):
+                fresh[key] = frozen(inner)
     return fresh
-
-
-def refill(container: Any, contents: Any, *, nested: bool = True) -> None:
-    """Replace the content of ``container`` by ``contents``. With ``nested``, inner containers stay the same objects."""
-    before = copy.copy(container)
-    container.clear()
-    if isinstance(contents, dict):
-        for key, value in contents.items():
-            container[key] = _renewed(before.get(key), value) if nested else frozen(value)
-    elif isinstance(contents, set):
-        container.update(contents)
-    else:
-        inner = [*before, *[None] * len(contents)] if nested else contents
-        container.extend(_renewed(old, v) if nested else frozen(v) for old, v in zip(inner, contents, strict=False))
-
-
-def _renewed(old: Any, value: Any) -> Any:
-    if isinstance(old, Container) and type(old) is type(value) and old is not value:
-        refill(old, value)
-        return old
-    return value
 
 
 def same(a: Any, b: Any) -> bool:
@@ -104,12 +85,7 @@ def is_plain(value: Any) -> bool:
 class Contents:
     """What containers hold that are attributes of a layer's modules, of those that hold plain values alone.
 
-    Args:
-        places: of each, number of the module and name.
-        modules: the modules.
-
-    Attributes:
-        held: copies of them.
+    ``places`` are the number of the module and the name of each, and ``held`` are copies of them.
     """
 
     def __init__(self, places: list[tuple[int, str]], modules: Sequence[nn.Module]) -> None:

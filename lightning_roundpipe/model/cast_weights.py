@@ -49,12 +49,7 @@ def keeps_values(func: Any) -> bool:
 
 
 class RoundedWeight(Tensor):
-    """An fp32 parameter that has rounded values; or a view of one.
-
-    Args:
-        shape, stride, dtype, device: those of the unrounded parameter.
-        requires_grad: whether gradients accumulate in it.
-    """
+    """An fp32 parameter that has rounded values; or a view of one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _is_param = True
@@ -73,13 +68,7 @@ class RoundedWeight(Tensor):
         return made
 
     def set_values(self, low: Tensor, whole: Callable[[], Tensor], of: RoundedWeight | None = None) -> None:
-        """Replace the values.
-
-        Args:
-            low: the rounded values.
-            whole: returns the unrounded values, in memory of their own.
-            of: the weight of which this is a view.
-        """
+        """Replace the rounded values, what returns the unrounded ones, and the weight of which this is a view."""
         self._low, self._get_whole, self._whole, self._of = low, whole, None, of
 
     def release(self) -> None:

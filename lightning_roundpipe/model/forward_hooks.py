@@ -25,20 +25,14 @@ _PRE, _FORWARD = map(itemgetter, _KINDS)
 class Observers:
     """The hooks of one layer. All its replicas share this object.
 
-    Attributes:
-        acting: whether a hook does more than observe, by module, kind and key. Hooks that have not run yet are missing.
+    ``acting``: whether a hook does more than observe, by module, kind and key. Hooks that have not run yet are missing.
     """
 
     def __init__(self) -> None:
         self.acting: dict[tuple[int, str, int], bool] = {}
 
     def watched(self, modules: Sequence[nn.Module], *, again: bool) -> contextlib.AbstractContextManager[None] | None:
-        """Return the context of a replica's run, if there are hooks.
-
-        Args:
-            modules: have the layer's hooks.
-            again: whether it is a repetition.
-        """
+        """Return the context of a replica's run, if its ``modules`` have hooks. ``again``: the run is a repetition."""
         held = [m.__dict__ for m in modules]
         if not (any(map(_FORWARD, held)) or any(map(_PRE, held))):
             return None

@@ -7,11 +7,9 @@ from typing import Any
 
 
 def nodes_of(roots: Iterable[Any], ends: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return each node of the graphs behind ``roots``, which are included, once.
+    """Return each node of the graphs behind ``roots`` (nodes, or None), which are included, once.
 
-    Args:
-        roots: nodes, or None, as in ``grad_fn`` of a tensor without a graph.
-        ends: returns whether to leave out what is behind a node. None: a graph ends at its leaves.
+    ``ends`` returns whether to leave out what is behind a node. None: a graph ends at its leaves.
     """
     waiting, found = list(roots), dict[Any, None]()
     while waiting:

@@ -12,7 +12,7 @@ weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -32,8 +32,7 @@ def find_layers(
 
     Args:
         root: the user's LightningModule. It is never a layer itself: its ``training_step`` is user code.
-        requested: module classes, class names or qualified module names. Each such module must be one layer. The rest
-            of the model is searched as usual.
+        requested: module classes, class names or qualified module names. Each such module must be one layer.
         needed: whether there must be a layer.
 
     Raises:
@@ -59,7 +58,7 @@ def find_layers(
 class _LayerSearch:
     def __init__(self, root: nn.Module, forced: set[nn.Module]) -> None:
         self.forced = forced
-        self.no_split = _no_split_names(root.modules())
+        self.no_split = {n for m in root.modules() for n in getattr(type(m), "_no_split_modules", None) or ()}
         self.limit = _size(root) / LAYER_SHARE
         self.found: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
@@ -86,7 +85,7 @@ class _LayerSearch:
             return False  # modules inside it that are not scripted become layers
         if module in self.forced:
             return True
-        if isinstance(module, _UNCALLED) or self._holds(module, self.forced):
+        if isinstance(module, _UNCALLED) or not self.forced.isdisjoint(module.modules()):
             return False
         if type(module).__name__ in self.no_split:
             return True
@@ -100,10 +99,6 @@ class _LayerSearch:
             return True
         return _size(module) <= self.limit
 
-    @staticmethod
-    def _holds(module: nn.Module, wanted: set[nn.Module]) -> bool:
-        return any(inner in wanted for inner in module.modules())
-
 
 def find_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.Module]:
     """Return the outermost modules of ``root`` that ``requested`` matches, see `find_layers`."""
@@ -111,7 +106,11 @@ def find_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.M
     matched: dict[nn.Module, str | None] = {}
     """Each requested module, with the qualified name if it was requested by one."""
     for want in requested:
-        hits = _matches(want, named)
+        hits = [
+            m
+            for n, m in named.items()
+            if (issubclass(type(m), want) if isinstance(want, type) else want in (n, type(m).__name__))
+        ]
         _check_matches(root, want, hits)
         by_name = want if isinstance(want, str) and want in named else None
         matched.update({m: by_name or matched.get(m) for m in hits})
@@ -124,12 +123,6 @@ def find_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.M
                 "one of the two out."
             )
     return outermost
-
-
-def _matches(want: str | type, named: Mapping[str, nn.Module]) -> list[nn.Module]:
-    if isinstance(want, type):
-        return [m for m in named.values() if issubclass(type(m), want)]
-    return [m for n, m in named.items() if n == want or type(m).__name__ == want]
 
 
 def _check_matches(root: nn.Module, want: str | type, hits: Sequence[nn.Module]) -> None:
@@ -165,13 +158,6 @@ def _inside(module: nn.Module, other: nn.Module) -> bool:
     return any(module is inner for inner in other.modules())
 
 
-def _no_split_names(modules: Iterable[nn.Module]) -> set[str]:
-    names: set[str] = set()
-    for module in modules:
-        names.update(getattr(type(module), "_no_split_modules", None) or ())
-    return names
-
-
 def _size(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
@@ -204,9 +190,6 @@ def _is_dictionary_of_leaves(module: nn.Module) -> bool:
 
 def _holds_blocks(module: nn.Module) -> bool:
     """Return whether a container inside has two modules of one class that have children."""
-    for inner in module.modules():
-        if isinstance(inner, _PURE_CONTAINERS):
-            kinds = Counter(type(c) for c in inner.children() if any(True for _ in c.children()))
-            if any(count > 1 for count in kinds.values()):
-                return True
-    return False
+    containers = (inner for inner in module.modules() if isinstance(inner, _PURE_CONTAINERS))
+    kinds = (Counter(type(c) for c in inner.children() if any(True for _ in c.children())) for inner in containers)
+    return any(count > 1 for counts in kinds for count in counts.values())

@@ -74,9 +74,6 @@ def _loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 def make_lean(model: nn.Module) -> None:
     """Let the output layer of a Hugging Face language model compute losses in `lean_logits`. Nothing else changes.
 
-    Args:
-        model: a causal language model, or adapters around one.
-
     Raises:
         ValueError: the output layer is not a plain ``nn.Linear``, or the loss is not that of causal language models.
     """
@@ -281,8 +278,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _add_chunk(inputs: list[Tensor | None], sums: list[Tensor | None], target: Tensor, finish: Finish) -> Tensor:
-    """Return the summed loss of a chunk's tokens, and add its gradients by ``inputs`` (hidden states, weight, bias)
-    to ``sums``."""
+    """Return the summed loss of a chunk's tokens, and add its gradients by the ``inputs`` to ``sums``."""
     chunk, weight, bias = inputs
     assert chunk is not None and weight is not None
     scored = (target != _IGNORED)[:, None]

@@ -51,12 +51,10 @@ class Pretrained:
     """A model whose weights are loaded at first access, which can take minutes: other errors show before.
 
     Attributes:
-        config: the model's configuration.
-        tokenizer: the tokenizer that the model was trained with; ``None`` if there is none.
+        tokenizer: the one that the model was trained with, if there is one.
         source: the origin of the weights, in words.
         load: loads the model. Raises ``ValueError`` for weights that cannot be read.
-        folder: the folder whose files hold the weights; ``None`` if the weights are made or unpacked.
-        gguf: the GGUF file that they are unpacked from.
+        folder: whose files hold the weights; ``None`` if the weights are made or unpacked from a ``gguf`` file.
     """
 
     config: PretrainedConfig
@@ -102,8 +100,6 @@ def from_package(
 ) -> Pretrained:
     """Return the model in the only GGUF file of the installed distribution ``package`` that matches ``pattern``.
 
-    ``quantization`` and ``double_quantization`` are as in `from_config`.
-
     Raises:
         FileNotFoundError: the package or such a file does not exist.
         ValueError: several files match, or the file cannot be read as GGUF.
@@ -148,9 +144,7 @@ def from_folder(
     double_quantization: bool = True,
     rope: Mapping[str, Any] | None = None,
 ) -> Pretrained:
-    """Return the model in a local folder, as ``save_pretrained`` writes it.
-
-    The other arguments are as in `from_config`.
+    """Return the model in a local folder, as ``save_pretrained`` writes it. For the other arguments see `from_config`.
 
     Raises:
         FileNotFoundError: the folder, or a file that it must contain, does not exist.
@@ -164,21 +158,15 @@ def from_folder(
 
 
 def from_config(
-    model_type: str,
-    weights: str | Path = RANDOM,
-    dtype: str = "float32",
-    quantization: str | None = None,
-    double_quantization: bool = True,
-    rope: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Pretrained:
-    """Return a model of Hugging Face's architecture ``model_type`` with its ``settings``.
+    model_type: str, weights: str | Path = RANDOM, dtype: str = "float32", quantization: str | None = None,
+    double_quantization: bool = True, rope: Mapping[str, Any] | None = None, **settings: Any,
+) -> Pretrained:  # fmt: skip
+    """Return a model of Hugging Face's architecture ``model_type``, whose configuration class takes the ``settings``.
 
     Args:
-        model_type, settings: arguments of the configuration class.
         weights: ``"random"``; or a folder with safetensors files, or the name of a model on the hub. Its own
             configuration must agree with ``settings`` and decides what they leave open.
-        dtype: dtype of the weights; ``"auto"``: that of the files.
+        dtype: of the weights; ``"auto"``: that of the files.
         quantization: format of the weights of linear layers and experts: ``"nf4"``, ``"fp4"`` or ``"int8"``. None: that
             of the files.
         double_quantization: quantise the scales of ``nf4`` and ``fp4`` too.
@@ -219,23 +207,14 @@ def _making(model_type: str, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def from_name(
-    name: str,
-    weights: str | Path = PRETRAINED,
-    dtype: str = "float32",
-    quantization: str | None = None,
-    double_quantization: bool = True,
-    rope: Mapping[str, Any] | None = None,
-) -> Pretrained:
-    """Return a causal language model of Hugging Face.
+    name: str, weights: str | Path = PRETRAINED, dtype: str = "float32", quantization: str | None = None,
+    double_quantization: bool = True, rope: Mapping[str, Any] | None = None,
+) -> Pretrained:  # fmt: skip
+    """Return a causal language model of Hugging Face. For the other arguments and errors see `from_config`.
 
     Args:
-        name: name of a model on the hub, or a folder as ``save_pretrained`` writes it.
+        name: of a model on the hub, or a folder as ``save_pretrained`` writes it.
         weights: ``"pretrained"``: the model's own; ``"random"``; or others, as in `from_config`.
-        dtype, quantization, double_quantization, rope: as in `from_config`.
-
-    Raises:
-        FileNotFoundError: the model or the weights do not exist.
-        ValueError: they cannot be read, or the weights do not fit.
     """
     form = _Form(dtype, quantization, double_quantization, rope)
     setting = f"model.name={name!r}"
@@ -255,11 +234,7 @@ def from_name(
 
 
 def from_the_hub(name: str, *, weights: bool) -> Path:
-    """Return the folder with the files of the model ``name``, downloaded unless they are cached.
-
-    Raises:
-        Exception: of many types, if the files are neither cached nor available.
-    """
+    """Return the folder with the files of the model ``name``, cached or downloaded. There are errors of many types."""
     wanted = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
     return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
 

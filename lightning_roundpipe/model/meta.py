@@ -25,14 +25,10 @@ def make_room(module: nn.Module, names: Container[str]) -> None:
     for held, key, _, tensor in list(_places(module)):
         if id(tensor) in filled:
             if id(tensor) not in made:
-                made[id(tensor)] = with_memory(tensor)
+                empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             held[key] = made[id(tensor)]
-
-
-def with_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor like ``tensor`` in host memory, without values; a parameter if it is one."""
-    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, str, Tensor]]:

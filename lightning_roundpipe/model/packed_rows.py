@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
@@ -20,10 +19,7 @@ _REMEDY = "Set data.rows=padded, or data.rows=joined if documents may see what s
 
 
 def check_packed_rows(model: nn.Module) -> None:
-    """Raise if masks cannot keep the documents of a packed row apart in ``model``.
-
-    Args:
-        model: a causal language model of Hugging Face, or adapters around one.
+    """Raise if masks cannot keep the documents of a packed row apart in ``model``, perhaps with adapters around it.
 
     Raises:
         ValueError: the model takes no ``position_ids`` or no masks, or its layers read rows in another way.
@@ -51,30 +47,19 @@ def check_packed_rows(model: nn.Module) -> None:
 
 
 def document_masks(model: nn.Module, position_ids: Tensor) -> Any:
-    """Return the masks that keep documents apart, as ``attention_mask`` of ``model``.
+    """Return the masks that keep documents apart, as ``attention_mask`` of a causal language model of Hugging Face.
 
     Args:
-        model: a causal language model of Hugging Face.
         position_ids: of shape (rows, tokens); each document begins with 0.
 
     Returns:
         A mask of shape (rows, 1, tokens, tokens), or one for each kind of layer by its name; None or another form where
-        the attention's implementation takes it.
+            the attention's implementation takes it.
     """
-    base, given = base_model(model), inspect.signature(masking_utils.create_masks_for_generate).parameters
-    settings: dict[str, Any] = {
-        "config": base.config,
-        "attention_mask": None,
-        "past_key_values": None,
-        "position_ids": position_ids,
-        # Only its first two dimensions, its dtype and its device are looked at.
-        "inputs_embeds" if "inputs_embeds" in given else "input_embeds": position_ids.new_empty(
-            (*position_ids.shape, 0), dtype=base.get_input_embeddings().weight.dtype
-        ),
-    }
-    if "cache_position" in given:
-        settings["cache_position"] = torch.arange(position_ids.shape[1], device=position_ids.device)
-    return masking_utils.create_masks_for_generate(**settings)
+    base = base_model(model)
+    # Only its first two dimensions, its dtype and its device are looked at.
+    embedded = position_ids.new_empty((*position_ids.shape, 0), dtype=base.get_input_embeddings().weight.dtype)
+    return masking_utils.create_masks_for_generate(base.config, embedded, None, None, position_ids)
 
 
 def base_model(model: nn.Module) -> Any:

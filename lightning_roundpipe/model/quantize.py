@@ -39,12 +39,7 @@ _HUB = (
 
 
 def check_quantization(quantization: str | None) -> None:
-    """Raise unless weights can be packed so; None: they stay as they are.
-
-    Raises:
-        ValueError: there is no such format.
-        ImportError: a package is missing.
-    """
+    """Raise unless weights can be packed so; None: they stay as they are."""
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(f"model.quantization={quantization!r} must be null or one of {', '.join(QUANTIZATIONS)}.")
     if quantization is not None:
@@ -183,12 +178,7 @@ def refuse_full_training(model: nn.Module) -> None:
 
 
 def refuse_adapted_experts(model: nn.Module, lora: PeftConfig) -> None:
-    """Raise if ``lora`` asks for adapters in packed experts. PEFT leaves these out without an error.
-
-    Args:
-        model: with its adapters.
-        lora: as PEFT has completed it: "all-linear" becomes a list of modules, and of parameters of experts.
-    """
+    """Raise if ``lora``, as PEFT has completed it, asks for adapters in packed experts, which PEFT leaves out."""
     from lightning_roundpipe.model.quantize_experts import ExpertWeights
 
     experts = [name for name, module in model.named_modules() if isinstance(module, ExpertWeights)]
@@ -201,7 +191,7 @@ def refuse_adapted_experts(model: nn.Module, lora: PeftConfig) -> None:
 
 
 def stored_beside(model: nn.Module, weights: Collection[str]) -> set[str]:
-    """Return the names in a state dictionary under which packed ``weights`` are stored, where these are not theirs.
+    """Return the names in a state dictionary, other than their own, under which packed ``weights`` are stored.
 
     The parts of a packed weight are stored under names that begin with these or with the weight's own.
     """

@@ -79,7 +79,7 @@ def check_sizes(name: str, shape: Sequence[int], block: int = BLOCK) -> None:
 
 
 class AllExpertsError(RoundPipeError, AttributeError):
-    """Code that takes the weights of several experts for a tensor was given experts that are packed."""
+    """Code that takes the weights of several experts for a tensor was given packed ones."""
 
     def __init__(self, asked: str) -> None:
         super().__init__(
@@ -159,12 +159,7 @@ class TransposedExperts:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows of ``x`` times the weight of the expert that they belong to, or times its transpose.
-
-    Args:
-        product: torch's or transformers' operation.
-        ends: where the rows of each expert end.
-    """
+    """Rows of ``x`` times the weight of the expert that they belong to, or times its transpose, by ``product``."""
 
     @staticmethod
     @override
@@ -188,11 +183,7 @@ _apply_grouped: Callable[..., Tensor] = _GroupedProduct.apply
 
 
 def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return what ``func`` gives, an operation of torch that was given all experts of a layer.
-
-    Raises:
-        AllExpertsError: it is no product of rows with these experts.
-    """
+    """Return what ``func`` gives, an operation of torch that was given experts; raise if it is no product of rows."""
     given = {key for key, value in kwargs.items() if value is not None}
     if len(args) != 2 or given != {"offs"} or not isinstance(args[0], Tensor):
         raise AllExpertsError(getattr(func, "__name__", str(func)))
@@ -203,14 +194,7 @@ def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def unpack_experts(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of all experts. On the CPU, those without rows may hold anything.
-
-    Args:
-        packed: the bytes of all experts.
-        state: their ``QuantState``.
-        ends: where the rows of each expert end.
-        dtype: of the matrices.
-    """
+    """Return the matrices of all experts, whose rows end at ``ends``. On the CPU, those without rows hold anything."""
     found = find_copy(state, dtype, dtype)
     experts, rows, columns = state.shape
     there: set[int] = set() if found is None else found.there

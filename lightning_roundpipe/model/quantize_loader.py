@@ -225,13 +225,9 @@ def _forget_conversions(model: PreTrainedModel, experts: tuple[str, ...]) -> Non
 
 
 def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None = None) -> nn.Parameter:
-    """Return ``weight`` as bitsandbytes' ``Params4bit``.
+    """Return ``weight``, of any shape, as bitsandbytes' ``Params4bit``, of ``kind`` ``"nf4"`` or ``"fp4"``.
 
-    Args:
-        weight: in 16 or 32 bits, with any number of dimensions.
-        kind: ``"nf4"`` or ``"fp4"``.
-        double: quantise the scales too.
-        module: the ``Linear4bit`` that the weight is for.
+    ``double``: quantise the scales too. ``module``: the ``Linear4bit`` that the weight is for.
     """
     functional: Any = import_module("bitsandbytes.functional")
     params: Any = import_module("bitsandbytes.nn").Params4bit

@@ -124,17 +124,19 @@ def prepare(module: nn.Module) -> None:
         for name, value in vars(state).items():
             # A copy of a prepared module has parameters without the mark here.
             if isinstance(value, Tensor) and _COMPANION not in value.__dict__ and name not in _TRANSIENT:
-                setattr(state, name, _companion(value.detach()))
+                companion = nn.Parameter(value.detach(), requires_grad=False)
+                setattr(companion, _COMPANION, True)
+                setattr(state, name, companion)
 
 
 def misfit(module: nn.Module) -> str | None:
     """Return what is wrong with the packed weight of ``module``, or None."""
     weight: Any = _weight(module)
-    if weight is None or not _packs_weight(module):
+    eight_bits = hasattr(module, "init_8bit_state")
+    if weight is None or not (eight_bits or hasattr(module, _LINEAR4) or isinstance(module, ExpertWeights)):
         return None
     if not is_packed(weight) or not _is_quantized(weight):
         return f"has the dtype {weight.dtype} and is of no class of bitsandbytes"
-    eight_bits = hasattr(module, "init_8bit_state")
     scales = (weight.SCB, cast(Any, module).state.SCB) if eight_bits else (weight.quant_state,)
     return "lacks its scales" if all(found is None for found in scales) else None
 
@@ -148,9 +150,6 @@ def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
 
     Returns:
         ``state`` without what has been loaded.
-
-    Raises:
-        RoundPipeError: a weight of ``state`` is quantised otherwise than that of ``module``.
     """
     if _PACKAGE not in sys.modules:
         return state
@@ -201,17 +200,6 @@ def _load(key: str, left: Mapping[str, Any], found: Mapping[str, Tensor], own: M
 def _tensors(state: Any, path: str = "") -> dict[str, Tensor]:
     held = {f"{path}{name}": value for name, value in vars(state).items() if isinstance(value, Tensor)}
     return held if getattr(state, "state2", None) is None else held | _tensors(state.state2, f"{path}state2.")
-
-
-def _companion(tensor: Tensor) -> nn.Parameter:
-    made = nn.Parameter(tensor, requires_grad=False)
-    setattr(made, _COMPANION, True)
-    return made
-
-
-def _packs_weight(module: nn.Module) -> bool:
-    """Return whether ``module`` is one of bitsandbytes' linear layers, or holds packed experts."""
-    return hasattr(module, "init_8bit_state") or hasattr(module, _LINEAR4) or isinstance(module, ExpertWeights)
 
 
 def _settle(module: nn.Module) -> None:

@@ -44,7 +44,9 @@ class Rebinder:
 
     def _inside(self, value: Any) -> Any:
         if isinstance(value, types.MethodType):
-            return self._method(value)
+            owner, method = self(value.__self__), self(value.__func__)
+            changed = owner is not value.__self__ or method is not value.__func__
+            return types.MethodType(method, owner) if changed else value
         if isinstance(value, functools.partial):
             args, keywords = self._all(value.args), self(value.keywords)
             function = self(value.func)
@@ -66,12 +68,6 @@ class Rebinder:
         new = [self(v) for v in old]
         return new if any(map(operator.is_not, new, old)) else None
 
-    def _method(self, method: types.MethodType) -> Any:
-        owner, function = self(method.__self__), self(method.__func__)
-        if owner is method.__self__ and function is method.__func__:
-            return method
-        return types.MethodType(function, owner)
-
     def _dict(self, value: dict[Any, Any]) -> Any:
         keys, values = self._all(value), self._all(value.values())
         if keys is None and values is None:
@@ -82,12 +78,9 @@ class Rebinder:
         return fresh
 
     def _sequence(self, value: Any) -> Any:
-        items = self._all(value)
-        if items is None:
+        if (items := self._all(value)) is None:
             return value
-        if hasattr(value, "_make"):  # a named tuple
-            return value._make(items)
-        return type(value)(items)
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)  # of a named tuple
 
     def _function(self, function: Any) -> Any:
         """Translate a function whose closure or defaults hold parts of the layer. A compiled one is unwrapped."""

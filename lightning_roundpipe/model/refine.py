@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from torch import nn
@@ -43,12 +44,10 @@ class Stuck(NamedTuple):
 
 @dataclass(frozen=True)
 class Refined:
-    """The layers after cutting.
+    """The layers after cutting, by qualified name, in registration order.
 
-    Attributes:
-        layers: by qualified name, in registration order.
-        cuts: the names of the modules that were cut, each with those of its parts.
-        stuck: the layer that is still too large; None if all fit.
+    ``cuts`` are the names of the modules that were cut, each with those of its parts; ``stuck`` is a layer that is
+    still too large.
     """
 
     layers: dict[str, nn.Module]
@@ -75,7 +74,6 @@ def cut_to_fit(
     """Return ``found`` with the largest layers replaced by the modules inside them, until all fit.
 
     Args:
-        found: layers by qualified name.
         size_of: returns the size of a module as a layer.
         room: bytes for the largest weights and the largest gradients together.
         whole: modules that must not be cut.
@@ -95,7 +93,8 @@ def cut_to_fit(
             narrow = "compute in a narrower format, such as precision='bf16-true'"
             return Refined(layers, cuts, Stuck(largest, why, adapters if sizes[largest].gradients else narrow))
         cuts[largest] = list(parts)
-        layers = _replaced(layers, largest, parts)
+        pairs = ((parts if name == largest else {name: layer}).items() for name, layer in layers.items())
+        layers = dict(chain.from_iterable(pairs))
         sizes = {name: sizes.get(name) or size_of(layers[name]) for name in layers}
     return Refined(layers, cuts)
 
@@ -121,8 +120,3 @@ def _why_whole(module: nn.Module, parts: Mapping[str, nn.Module], holders: Mappi
     shape = " x ".join(map(str, largest.shape))
     experts = ", all experts in one tensor" if largest.dim() > 2 and "expert" in type(module).__name__.lower() else ""
     return f"its weights are its own parameters and no module's inside it, such as {name!r} ({shape}{experts})"
-
-
-def _replaced(layers: Mapping[str, nn.Module], name: str, parts: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    pairs = [pair for key, layer in layers.items() for pair in (parts.items() if key == name else [(key, layer)])]
-    return dict(pairs)

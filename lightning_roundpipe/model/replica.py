@@ -53,21 +53,15 @@ class Replica:
     """The copy of one layer for one worker.
 
     Args:
-        layer: the user's module.
-        device: the device of the copy's parameters and buffers.
         state: the layer's attributes when it was first seen, to which differences refer. Default: its present ones.
         rounded: positions of parameters that are uploaded rounded.
         wanted: told of each copy of a packed weight that the layer's code asks for; see `UnpackedCopies`.
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        device: torch.device,
-        state: ModuleState | None = None,
-        rounded: Collection[int] = (),
+        self, layer: nn.Module, device: torch.device, state: ModuleState | None = None, rounded: Collection[int] = (),
         wanted: dict[Key, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.device = device
         self.copies = UnpackedCopies({} if wanted is None else wanted)
         """Of packed weights, within a stage."""
@@ -123,12 +117,9 @@ class Replica:
     def bind(
         self, views: list[Tensor], requires_grad: tuple[bool, ...], whole: Callable[[int], Tensor] | None = None
     ) -> None:
-        """Point the copy's parameters at ``views``, in the order of the layer's unique parameters.
+        """Point the copy's parameters at ``views``, the uploaded values, in the order of the layer's unique parameters.
 
-        Args:
-            views: the uploaded values.
-            requires_grad: of each parameter.
-            whole: returns a parameter's values before rounding, by position. Needed if there are rounded ones.
+        ``whole`` returns a parameter's values before rounding, by position. It is needed if there are rounded ones.
         """
         for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
             if isinstance(parameter, RoundedWeight):
@@ -143,11 +134,7 @@ class Replica:
         self.train(requires_grad)
 
     def unbind(self) -> None:
-        """Release the memory that the parameters point at.
-
-        Dropping the copy is not enough: it has reference cycles, so only Python's next garbage collection would free
-        the memory.
-        """
+        """Release the memory that the parameters point at, which the copy's reference cycles would keep for a while."""
         self.copies.open(None)
         for parameter in self.parameters:
             parameter.grad = None
@@ -183,9 +170,7 @@ class Registrations:
         return not same_objects(self._held, self._objects)
 
     def changed(self) -> list[tuple[str, str, Any, Any]]:
-        """Return the parameters and modules that code has registered, removed or replaced.
-
-        Modules without parameters and buffers do not count: they hold nothing that could be lost.
+        """Return the parameters and modules that code has registered, removed or replaced, if they hold tensors.
 
         Returns:
             (type of the module that holds it, name, what was there, what is there now).
@@ -201,12 +186,7 @@ class Registrations:
 
 
 class ReplicaAttributes:
-    """The Python attributes of a replica's modules, which each call sets to what the layer's were.
-
-    Args:
-        modules: the replica's.
-        localized: returns a value as the replica should hold it.
-    """
+    """The attributes of a replica's modules, which each call sets to what the layer's were, ``localized``."""
 
     def __init__(self, modules: list[nn.Module], localized: Callable[[Any], Any]) -> None:
         self._modules, self._localized = modules, localized

@@ -25,13 +25,12 @@ _POSITIONS = "max_position_embeddings"
 
 
 def stretch(config: PretrainedConfig, rope: Mapping[str, Any] | None) -> None:
-    """Gives ``config`` another rotary embedding.
+    """Gives ``config``, that a model is made from, another rotary embedding.
 
     Args:
-        config: that a model is made from.
-        rope: what transformers calls ``rope_parameters`` (``rope_scaling``), such as ``{"rope_type": "yarn",
-            "factor": 4.0}``; ``rope_theta`` stays as it is unless named. ``max_position_embeddings`` sets the number of
-            positions, which is ``factor`` times the model's own by default. None: nothing changes.
+        rope: what transformers calls ``rope_parameters``, such as ``{"rope_type": "yarn", "factor": 4.0}``;
+            ``rope_theta`` stays as it is unless named. ``max_position_embeddings`` sets the number of positions, which
+            is ``factor`` times the model's own by default. None: nothing changes.
 
     Raises:
         ValueError: the model has no rotary embedding or one for each kind of layer, or a parameter makes no sense.

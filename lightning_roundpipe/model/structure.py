@@ -16,12 +16,7 @@ from lightning_roundpipe.model.quantized import holdings
 
 
 class Structure:
-    """The modules and parameters of a model at the time of creation.
-
-    Args:
-        root: the model.
-        layers: modules inside it that workers have replicas of.
-    """
+    """The modules and parameters of a model at the time of creation. Workers have replicas of the ``layers``."""
 
     def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         inside = list({id(m): m for layer in layers for m in layer.modules()}.values())
@@ -31,10 +26,7 @@ class Structure:
         self._holdings = holdings(root)
 
     def has_changed(self) -> bool:
-        """Return whether modules, parameters or scales have been replaced.
-
-        Values and ``requires_grad`` do not count.
-        """
+        """Return whether modules, parameters or scales were replaced; values and ``requires_grad`` do not count."""
         return (
             any(_differ(_contents(m), seen) for m, seen in self._inside)
             or any(_differ(_beside_layers(m), seen) for m, seen in self._outside)

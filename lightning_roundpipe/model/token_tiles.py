@@ -36,11 +36,7 @@ runs in tiles: a router's logits may enter a loss over all tokens.
 
 
 def modules_in_tiles(root: nn.Module, token_tiles: int | Mapping[str, int]) -> dict[str, tuple[nn.Module, int]]:
-    """Return the modules that run in tiles, with the number of tokens of a tile, by qualified name.
-
-    Args:
-        root: where to look.
-        token_tiles: as the strategy's option.
+    """Return the modules in ``root`` that run in tiles, with the number of tokens of a tile, by qualified name.
 
     Raises:
         ValueError: a name matches no module, or one that is never called.
@@ -76,9 +72,7 @@ def _matching(root: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
 
 
 def run_in_tiles(root: nn.Module, token_tiles: int | Mapping[str, int] | None) -> Callable[[], None]:
-    """Run modules of ``root`` in tiles from now on.
-
-    Args and errors are those of `modules_in_tiles`; ``None``: no module.
+    """Run modules of ``root`` in tiles from now on; None: no module. For arguments and errors see `modules_in_tiles`.
 
     Returns:
         What gives the modules their own ``forward`` back.
@@ -101,11 +95,8 @@ def run_in_tiles(root: nn.Module, token_tiles: int | Mapping[str, int] | None) -
 def tile_shapes(lead: tuple[int, ...], tokens: int) -> list[tuple[int, ...]]:
     """Return the shapes of tiles of at most ``tokens`` tokens, in the order of the tokens.
 
-    A tile is a part of one row, or several whole rows. In both cases, its tokens are next to each other.
-
-    Args:
-        lead: (rows, tokens of a row), or (tokens,).
-        tokens: of a tile.
+    A tile is a part of one row, or several whole rows. In both cases, its tokens are next to each other. ``lead`` is
+    (rows, tokens of a row), or (tokens,).
     """
     rows, columns = (1, *lead)[-2:]
     if columns > tokens:

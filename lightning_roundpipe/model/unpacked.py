@@ -36,23 +36,14 @@ Key = tuple[int, torch.dtype, torch.dtype]
 
 @dataclass
 class Copy:
-    """A weight, or the weights of all experts of a layer, unpacked.
-
-    Attributes:
-        values: of the whole weight.
-        there: which experts of it are unpacked; of another weight, 0 if it is.
-    """
+    """The ``values`` of a weight, and which experts of it are unpacked (``there``); of another weight, 0 if it is."""
 
     values: Tensor
     there: set[int] = field(default_factory=set)
 
 
 class UnpackedCopies:
-    """The copies that a replica of a layer keeps within a stage.
-
-    Args:
-        wanted: the bytes of each copy that the layer's code has asked for, with or without room. Added to.
-    """
+    """The copies that a replica of a layer keeps within a stage. ``wanted``: the bytes of each that was asked for."""
 
     def __init__(self, wanted: dict[Key, int]) -> None:
         self._wanted = wanted

@@ -67,7 +67,8 @@ def fits(parameter: Tensor, gradient: Tensor | None, state: Mapping[str, Any]) -
 
 def lies_plain(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
     """Return whether ``tensor`` lies on the CPU as the kernels expect it."""
-    return tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu and tensor.is_contiguous()
+    lies_here = tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu and tensor.layout is torch.strided
+    return lies_here and tensor.is_contiguous()
 
 
 def _is_plain(value: Any) -> bool:

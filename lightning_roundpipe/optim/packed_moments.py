@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_roundpipe.optim.compiled import convert
 from lightning_roundpipe.optim.split_masters import piece, pieces, scratch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -68,12 +69,15 @@ class Bf16Moment(NamedTuple):
         return self.packed.shape
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        return out.copy_(self.packed.view(-1)[first:last])
+        if not convert("load_bf16", last - first, (self.packed, first), (out, 0)):
+            out.copy_(self.packed.view(-1)[first:last])
+        return out
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
         start = (first + _STRIDE * (step + 7 * self.which)) % _TAKEN
-        numbers.view(torch.int32).add_(_noise(piece())[start : start + last - first]).bitwise_and_(_KEPT)
-        self.packed.view(-1)[first:last].copy_(numbers)
+        if not convert("store_bf16", last - first, start, (numbers, 0), (self.packed, first)):
+            numbers.view(torch.int32).add_(_noise(piece())[start : start + last - first]).bitwise_and_(_KEPT)
+            self.packed.view(-1)[first:last].copy_(numbers)
 
 
 class Int8Moment(NamedTuple):
@@ -95,6 +99,9 @@ class Int8Moment(NamedTuple):
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
         values, _ = _tables(self.signed)
+        places = (self.codes, first), (self.largest, first // BLOCK), (values, 0), (out, 0)
+        if convert("load_int8", last - first, *places):
+            return out
         torch.index_select(values, 0, self.codes.view(-1)[first:last].int(), out=out)
         whole = (last - first) // BLOCK * BLOCK
         blocks = self.largest[first // BLOCK : -(-last // BLOCK)]
@@ -104,6 +111,9 @@ class Int8Moment(NamedTuple):
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
         _, nearest = _tables(self.signed)
+        places = (numbers, 0), (nearest, 0), (self.codes, first), (self.largest, first // BLOCK)
+        if convert("store_int8", last - first, *places):
+            return
         whole = (last - first) // BLOCK * BLOCK
         blocks = self.largest[first // BLOCK : -(-last // BLOCK)]
         _scale(numbers[:whole].view(-1, BLOCK), blocks[: whole // BLOCK])
@@ -127,6 +137,21 @@ def moment_of(state: Mapping[str, Any], key: str) -> Tensor | Moment | None:
     if own.dtype is torch.bfloat16:
         return Bf16Moment(own, MOMENTS.index(key))
     return Int8Moment(own, state[key + LARGEST], signed=key == MOMENTS[0])
+
+
+def first_state(parameter: Tensor, form: str, *, amsgrad: bool) -> dict[str, Any]:
+    """Return what Adam's and AdamW's fused kernels begin with, moments in ``form``: those of fp32 parameters."""
+    keys, shape = MOMENTS[: 3 if amsgrad else 2], parameter.shape
+    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
+    if form == FP32 or parameter.dtype is not torch.float32:
+        return state | {key: torch.zeros(shape, dtype=parameter.dtype) for key in keys}
+    if form == "bf16":
+        return state | {key: torch.zeros(shape, dtype=torch.bfloat16) for key in keys}
+    for key in keys:
+        _, nearest = _tables(signed=key == MOMENTS[0])
+        state[key] = torch.full(shape, int(nearest[0]), dtype=torch.uint8)
+        state[key + LARGEST] = torch.zeros(-(-parameter.numel() // BLOCK), dtype=torch.float32)
+    return state
 
 
 def pack(state: dict[str, Any], form: str) -> None:
@@ -214,9 +239,10 @@ def form_of(state: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _noise(length: int) -> Tensor:
-    """Return numbers from 0 to 65,535, of which the first ``length`` follow again: slices may begin anywhere."""
-    numbers = torch.randint(_TAKEN, (_TAKEN,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    return numbers.repeat(2 + -(-length // _TAKEN))
+    """Return all numbers from 0 to 65,535, of which the first ``length`` follow again: slices may begin anywhere."""
+    x = torch.arange(_TAKEN, dtype=torch.int32) * 40_503 & 0xFFFF
+    x = (x ^ x >> 7) * 30_023 & 0xFFFF
+    return (x ^ x >> 8).repeat(2 + -(-length // _TAKEN))
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import inspect
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from lightning_roundpipe.optim import direct
 from lightning_roundpipe.optim.fused import fits
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import DECLARATION, KNOWN, unwrapped
-from lightning_roundpipe.optim.packed_moments import FP32, pack, unpacked
+from lightning_roundpipe.optim.packed_moments import FP32, first_state, pack, unpacked
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
 State = defaultdict[Tensor, Any]
@@ -120,14 +121,10 @@ class PartialOptimizer:
         A master without a gradient, or in no group, stays as it is and gets no state. Two steps of one optimizer must
         not run at the same time, nor may anything read its state during a step.
         """
-        if self._laid_out is not None and self._laid_out[0] is hyperparameters:
-            rows = self._laid_out[1]
-            if came := self._mapped & gradients.keys():
-                self._copy_state(came)
-                rows |= self._lay_out(hyperparameters, came)
-        else:
-            self._copy_state(self._mapped & gradients.keys())
-            rows = self._lay_out(hyperparameters, gradients)
+        prepared = self._laid_out is not None and self._laid_out[0] is hyperparameters
+        rows = self._laid_out[1] if self._laid_out is not None and prepared else {}
+        self._copy_state(self._mapped & gradients.keys())
+        rows |= self._lay_out(hyperparameters, gradients.keys() - rows.keys(), begin=True)
         mine = list(map(rows.get, gradients))
         if direct.step(hyperparameters.groups, mine, gradients.values()):
             return
@@ -244,10 +241,13 @@ class PartialOptimizer:
                 f"and {cls} keeps a {type(value).__name__} in state[p][{name!r}]. Set optimizer_device='cpu'."
             )
 
-    def steps_parts(self, hyperparameters: Hyperparameters, keys: Iterable[int]) -> bool:
-        """Return, within `prepared`, whether `step_part` can step all masters of ``keys``."""
-        laid_out = self._laid_out
-        return laid_out is not None and laid_out[0] is hyperparameters and all(key in laid_out[1] for key in keys)
+    def steps_parts(self, hyperparameters: Hyperparameters, keys: AbstractSet[int]) -> bool:
+        """Return, within `prepared`, whether `step_part` can step all masters of ``keys``, which have gradients."""
+        if self._laid_out is None or self._laid_out[0] is not hyperparameters:
+            return False
+        rows = self._laid_out[1]
+        rows |= self._lay_out(hyperparameters, keys - rows.keys(), begin=True)
+        return keys <= rows.keys()
 
     def step_part(self, hyperparameters: Hyperparameters, key: int, gradient: Tensor, start: int, end: int) -> None:
         """Step elements ``start`` to ``end`` of one master. Call it part by part, the last part last.
@@ -261,22 +261,29 @@ class PartialOptimizer:
         """Release the masters' memory until the next step."""
         self._aliases.clear()
 
-    def _lay_out(self, values: Hyperparameters, keys: Iterable[int]) -> dict[int, direct.KernelRow]:
-        """Return rows for the masters that the kernel can step directly."""
+    def _lay_out(
+        self, values: Hyperparameters, keys: Iterable[int], *, begin: bool = False
+    ) -> dict[int, direct.KernelRow]:
+        """Return rows for the masters that the kernel can step directly.
+
+        ``begin``: whether those without a state get one. The optimizer's own first step would hold their numbers, and
+        moments that are packed, in fp32.
+        """
         rows = {}
         everyones = self._optimizer.state
         for key in keys:
             number, master = values.group_of.get(key), self._masters.get(key)
             if number is None or master is None or not values.direct[number] or key in self._mapped:
                 continue
-            state = everyones.get(master)
-            if not state:
-                continue
+            if not (state := everyones.get(master)):
+                if not begin:
+                    continue
+                state = first_state(master, self._form, amsgrad=values.groups[number]["amsgrad"])
             numbers = self._memory(master)
             if not isinstance(numbers, SplitTensor):
                 numbers = self._alias(master, numbers)
             if row := direct.row_of(number, values.groups[number], numbers, master.shape, state):
-                rows[key] = row
+                rows[key], everyones[master] = row, state
         return rows
 
     def copy_rest(self) -> None:

@@ -7,14 +7,12 @@ gradients at once, in ``.grad``. This module uses its numbers and its saved stat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-
-_CPU = torch.device("cpu")
 
 
 class LossScale:
@@ -26,6 +24,8 @@ class LossScale:
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
+        self._example = torch.optim.SGD([torch.zeros((), dtype=torch.float32)])
+        """Its gradient tells the scaler whether those of a step were finite."""
 
     def now(self) -> float:
         """Return the present scale of losses."""
@@ -33,10 +33,11 @@ class LossScale:
 
     def update(self, *, finite: bool) -> None:
         """Update the scale after a step as ``GradScaler.update`` does. The step was skipped if not ``finite``."""
-        scaler: Any = self._scaler
-        found = torch.tensor(not finite, dtype=torch.float32)
-        scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {_CPU: found}
-        scaler.update()
+        self._example.param_groups[0]["params"][0].grad = torch.full(
+            (), 0.0 if finite else math.inf, dtype=torch.float32
+        )
+        self._scaler.unscale_(self._example)
+        self._scaler.update()
 
 
 @torch.no_grad()

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PIECE = 2**16
+from lightning_roundpipe.optim.compiled import convert
+
+PIECE = 2**17
 """Numbers that a thread of torch converts at a time, so that they stay in its core's cache meanwhile."""
 _LARGEST = 2**15 - 1
 
@@ -59,12 +61,15 @@ class SplitTensor(NamedTuple):
 
     def join(self, start: int, end: int, out: Tensor) -> Tensor:
         """Write numbers ``start`` to ``end`` to ``out``, fp32, and return it."""
-        low = scratch(-1, end - start).view(torch.int32).copy_(self.low[start:end])
-        out.copy_(self.high[start:end]).view(torch.int32).add_(low)  # of one dtype, or torch adds number by number
+        if not convert("join", end - start, (self.high, start), (self.low, start), (out, 0)):
+            low = scratch(-1, end - start).view(torch.int32).copy_(self.low[start:end])
+            out.copy_(self.high[start:end]).view(torch.int32).add_(low)  # of one dtype, or torch adds number by number
         return out
 
     def split(self, start: int, end: int, numbers: Tensor) -> None:
         """Keep the fp32 ``numbers`` as numbers ``start`` to ``end``."""
+        if convert("split", end - start, (numbers, 0), (self.high, start), (self.low, start)):
+            return
         rounded = scratch(-1, end - start)
         high = self.high[start:end]
         high.copy_(numbers)

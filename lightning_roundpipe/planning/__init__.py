@@ -2,7 +2,6 @@
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.partition import greedy_partition
-from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Plan, Span, Stage
 
 __all__ = ["CallCost", "Costs", "Phase", "Plan", "Span", "Stage", "greedy_partition"]

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes, for_each
 from lightning_roundpipe.planning.memory import Memory, arenas, layer_arena, waiting, waiting_at
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.problem import Problem
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -121,12 +121,9 @@ class _Turns(NamedTuple):
 class Timing:
     """Times plans within a budget of work, which is counted and not measured.
 
+    With staleness 0, the time of a plan is that of one step; with 1, the mean of many steps.
+
     Args:
-        costs: costs of the calls.
-        workers: number of workers (N).
-        microbatches: microbatches of a step (M).
-        staleness: 0: the time of a plan is that of one step; 1: the mean of many steps.
-        hop_s: seconds from one worker to another.
         work: limit of the search in estimated seconds.
         ahead: whether recomputation may run before the gradient is there.
         carried: least FLOPs a byte of the products that all calls carry; None: none do.
@@ -136,15 +133,12 @@ class Timing:
         each: of every worker. Equal workers share one object.
     """
 
-    def __init__(
-        self, costs: Costs, workers: int, microbatches: int, staleness: int, hop_s: float, work: float, *,
-        ahead: bool = True, carried: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, problem: Problem, work: float, *, ahead: bool = True, carried: int | None = None) -> None:
+        costs, workers = problem.costs, problem.workers
         self.pace = Pace.of(costs, carried)
         self.each = for_each([costs.on(worker) for worker in range(workers)], lambda one: Pace.of(one, carried))
-        self.workers, self.microbatches, self.staleness, self.ahead = workers, microbatches, staleness, ahead
-        self._hop_s = hop_s if workers > 1 else 0.0
-        self.work_left = work
+        self.problem, self.ahead, self.work_left = problem, ahead, work
+        self._hop_s = problem.rules.host.hop_s if workers > 1 else 0.0
 
     def is_over(self) -> bool:
         """Return whether the work is used up."""
@@ -158,14 +152,14 @@ class Timing:
         """Return a lower bound of the plans' seconds, (plans,): their work divided by the number of workers."""
         pace, first = self.pace, len(self.pace.fused) - 1 - sizes[:, shape.forward]
         calls = pace.forward[first] + pace.fused[-1] - pace.fused[first] + pace.recompute[first] + pace.backward[first]
-        return np.asarray(calls * (self.microbatches / self.workers))
+        return np.asarray(calls * (self.problem.microbatches / self.problem.workers))
 
     def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
         """Return the seconds by which the search compares plans, (plans,); infinite when the work is used up."""
-        size = shape.round_microbatches
-        rounds = [min(size, self.microbatches - begin) for begin in range(0, self.microbatches, size)]
+        size, microbatches = shape.round_microbatches, self.problem.microbatches
+        rounds = [min(size, microbatches - begin) for begin in range(0, microbatches, size)]
         slots, steps = sizes.shape[1] * len(rounds), 1
-        if self.staleness:
+        if self.problem.rules.staleness:
             steps = max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
         times = []
         for begin in range(0, len(sizes), _BATCH):
@@ -187,7 +181,7 @@ class Timing:
         if self.ahead:
             since = np.minimum.reduce(for_each(self.each, lambda one: self._since(one, firsts)))
         each = for_each(self.each, lambda one: _turns(one, forward, starts, ends, since))
-        hop, stages, plans = self._hop_s, sizes.shape[1], len(sizes)
+        hop, workers, stages, plans = self._hop_s, self.problem.workers, sizes.shape[1], len(sizes)
 
         def times(turns: _Turns) -> tuple[Floats, Floats, dict[int, Floats]]:
             length = turns.length
@@ -196,20 +190,20 @@ class Timing:
 
         of_workers = for_each(each, times)
         unequal = any(turns is not each[0] for turns in each)
-        free = [np.zeros(plans) for _ in range(self.workers)]
+        free = [np.zeros(plans) for _ in range(workers)]
         found = np.empty((steps, plans))
         begin = behind_loss = np.zeros(plans)
         through = [(begin, begin)] * len(rounds)  # ends of each round's first and last microbatch in the step before
         slot = 0
         for step in range(steps):
             if unequal:  # as in `pipeline`
-                slot += -slot % self.workers
+                slot += -slot % workers
             closed: list[Floats] = []
             for round_, members in enumerate(rounds):
                 before, closed = closed, []
                 first = last = begin
                 for s in range(stages):
-                    worker = slot % self.workers
+                    worker = slot % workers
                     length, comes, behind = of_workers[worker]
                     ready = free[worker]
                     if before:
@@ -255,12 +249,8 @@ def _turns(pace: Pace, forward: int, starts: Sizes, ends: Sizes, since: Floats |
 class MemoryTable:
     """Bytes of every possible stage, to check the memory of a batch of plans at once.
 
-    Args:
-        costs: costs of the calls.
-        workers: number of workers.
-        memory: bytes of the workers.
-        ahead: whether backward stages recompute ahead.
-        most: whether the arena is as large as is of use, instead of as small as possible.
+    ``ahead``: whether backward stages recompute ahead. ``most``: whether the arena is as large as is of use, instead of
+    as small as possible.
     """
 
     def __init__(self, costs: Costs, workers: int, memory: Memory, *, ahead: bool = False, most: bool = False) -> None:
@@ -276,12 +266,9 @@ class MemoryTable:
     def _fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
         forward, workers = shape.forward, self._workers
         starts, ends = _stage_ends(forward, sizes)
-        phases: Sequence[tuple[Phase, slice]] = (
-            ("forward", slice(0, forward)),
-            ("fused", slice(forward, forward + 1)),
-            ("backward", slice(forward + 1, None)),
-        )
-        needs = [self._needs[phase][:, starts[:, part], ends[:, part] - 1] for phase, part in phases]
+        parts = (slice(0, forward), slice(forward, forward + 1), slice(forward + 1, None))
+        tables = zip(self._needs.values(), parts, strict=True)
+        needs = [table[:, starts[:, part], ends[:, part] - 1] for table, part in tables]
         weights, gradients, activations = np.concatenate(needs, axis=2)
         before, behind = self._waiting
         left = np.concatenate([before[ends[:, :forward]], behind[starts[:, forward:]]], axis=1)

@@ -18,10 +18,8 @@ from itertools import pairwise
 
 from lightning_roundpipe.planning.batch import Timing
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import PRODUCTS, Memory, fits, unpacked_within
-from lightning_roundpipe.planning.pipeline import Staleness
+from lightning_roundpipe.planning.memory import PRODUCTS, Memory
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import WORK_PER_SECOND, PlanSearch, baseline_within, descent
 
@@ -66,65 +64,45 @@ def kinds(costs: Costs) -> list[int]:
     return [0, *between] if found else []
 
 
-def least_s(plan: Plan, costs: Costs, workers: int, microbatches: int) -> float:
+def least_s(plan: Plan, problem: Problem) -> float:
     """Return the least seconds of a step: all workers always compute."""
-    found = 0.0
+    costs, found = problem.costs, 0.0
     for number, call in enumerate(costs.carrying(plan.carry, plan.carry_least)):
         again = call.forward_s if number < plan.fused.first and call.needs_backward else 0.0
         found += costs.calls[number].time_s("fused") + again
-    return found * microbatches / workers
+    return found * problem.microbatches / problem.workers
 
 
 def carrying_within(
-    plan: Plan,
-    costs: Costs,
-    workers: int,
-    microbatches: int,
-    limits: Limits,
-    judge: Callable[[Plan], float],
-    *,
-    staleness: Staleness = 0,
-    host: HostTime | None = None,
-    search_seconds: float = 0.0,
-    judged: int = 16,
+    plan: Plan, problem: Problem, judge: Callable[[Plan], float], *, search_seconds: float = 0.0, judged: int = 16,
     cuts: bool = True,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the best plan by ``judge`` that carries products, or ``plan`` if none is faster by `_WORTH`.
 
     Args:
         plan: the best plan that carries nothing.
-        costs: what each call costs for one microbatch.
-        workers: N.
-        microbatches: M of one step.
-        limits: what the plan has to keep to.
         judge: seconds of a step with copies; infinite for a plan that does not fit on the workers or the host.
-        staleness: 0 or 1.
-        host: what the engine itself takes; by default nothing.
         search_seconds: as of `search_partition`; 0: stages are cut by the paper's algorithm.
         judged: how many plans near the best one ``judge`` is asked about.
         cuts: whether stages may be cut otherwise than in ``plan``.
     """
-    judge, work, hop_s = cache(judge), _WORK * search_seconds * WORK_PER_SECOND, host.hop_s if host else 0.0
+    judge, work, calls = cache(judge), _WORK * search_seconds * WORK_PER_SECOND, problem.costs.calls
     found, found_s = plan, judge(plan) * (1 - _WORTH)
 
     def finished(cut: Plan, share: float, least: int) -> Plan:
         """Return the plan that carries, or the one that carries nothing if products do not fit ahead of their turns."""
-        carrying = spread(cut, costs, share, least)
-        if not fits(carrying, costs, workers, limits.memory, ahead=True):
-            return plan
-        return unpacked_within(carrying, costs, workers, microbatches, limits.memory)
+        carrying = spread(cut, problem.costs, share, least)
+        return problem.unpacking_once(carrying) if problem.fits(carrying, ahead=True) else plan
 
-    def within(size: int, least: int) -> Limits:
-        most = max(call.product_bytes(least) for call in costs.calls[:-1])
-        return replace(limits, min_round=size, max_round=size, memory=_less(limits.memory, (PRODUCTS + 1) * most))
+    def within(size: int, least: int) -> Problem:
+        most = (PRODUCTS + 1) * max(call.product_bytes(least) for call in calls[:-1])
+        return replace(problem, min_round=size, max_round=size, memory=_less(problem.memory, most))
 
     def search(size: int, least: int) -> PlanSearch:
-        timing = Timing(costs, workers, microbatches, staleness, hop_s, work, ahead=False, carried=least)
-        return PlanSearch(timing, costs, within(size, least))
+        return PlanSearch(Timing(within(size, least), work, ahead=False, carried=least))
 
     def hopeful(other: Plan) -> bool:
-        near = _NEAR_BOUND if workers > 1 else 1.0
-        return least_s(other, costs, workers, microbatches) < found_s * near
+        return least_s(other, problem) < found_s * (_NEAR_BOUND if problem.workers > 1 else 1.0)
 
     def fastest(cut: Plan, least: int) -> bool:
         """Judge plans that carry less and less until they become slower. Returns whether one fits."""
@@ -141,25 +119,26 @@ def carrying_within(
             last = seconds
         return last < math.inf
 
-    for least in kinds(costs):
+    for least in kinds(problem.costs):
         fastest(plan, least)
-        for size in _rounds(workers, microbatches, limits) if cuts else ():
+        for size in _rounds(problem) if cuts else ():
             with suppress(ValueError):  # a layer does not fit beside its products
-                cut = baseline_within(costs, workers, microbatches, within(size, least))
-                if hopeful(spread(cut, costs, 1.0, least)) and fastest(cut, least) and work:
+                cut = baseline_within(within(size, least))
+                if hopeful(spread(cut, problem.costs, 1.0, least)) and fastest(cut, least) and work:
                     for other in search(size, least).run(cut, _CUTS):
                         fastest(other, least)
     if not (found.carry and work):
         return found
-    able = sum(bool(call.product_bytes(found.carry_least)) for call in costs.calls[: found.fused.first])
+    able = sum(bool(call.product_bytes(found.carry_least)) for call in calls[: found.fused.first])
     share, least = len(found.carry) / able, found.carry_least
     near = search(found.round_microbatches, least).near
     return descent(found, judge, lambda best: (finished(other, share, least) for other in near(best)), judged)
 
 
-def _rounds(workers: int, microbatches: int, limits: Limits) -> list[int]:
+def _rounds(problem: Problem) -> list[int]:
     """Return sizes of rounds to try, ascending: those of larger ones take more host memory."""
-    least, most = limits.min_round, min(limits.max_round or microbatches, microbatches)
+    workers, microbatches = problem.workers, problem.microbatches
+    least, most = problem.min_round, min(problem.max_round or microbatches, microbatches)
     counts = (max(1, round(microbatches / (times * workers))) for times in _ROUNDS)
     sizes = {least, least + 1, *(-(-microbatches // count) for count in counts)}
     return sorted(size for size in sizes if least <= size <= most and (size > 1 or workers == 1))

@@ -171,7 +171,6 @@ class StageBytes:
     Attributes:
         weights: bytes of resident weights.
         gradients: bytes of gradients on the worker.
-        downloads: bytes of gradients that a round sends to the host.
         resumed: bytes of gradients of earlier rounds that it starts from.
         copies: of packed weights, if the stage unpacks them once.
         activations: of one microbatch in the stage, at its worst, with what its user code holds.
@@ -189,13 +188,8 @@ class StageBytes:
         """Bytes that user code holds of calls before a fused stage."""
         self._before: int | None = None
         """Bytes of the previous call's inputs, which follow in backward."""
-        self.weights = 0
-        self.gradients = 0
-        self.resumed = 0
-        self.copies = 0
         self._copied: dict[str, int] = {}
-        self.activations = 0
-        self.crowded = 0
+        self.weights = self.gradients = self.resumed = self.copies = self.activations = self.crowded = 0
 
     @property
     def total(self) -> int:
@@ -206,12 +200,8 @@ class StageBytes:
         """Append a call to the stage."""
         keeps = self._keeps and call.needs_backward
         if call.is_loaded(self._phase):
-            before = self._resident.get(call.layer, 0)
-            self._resident[call.layer] = max(before, call.weight_bytes)
-            self.weights += max(call.weight_bytes - before, 0)
-            copied = self._copied.get(call.layer, 0)
-            self._copied[call.layer] = max(copied, call.unpacked_bytes)
-            self.copies += max(call.unpacked_bytes - copied, 0)
+            self.weights += _growth(self._resident, call.layer, call.weight_bytes)
+            self.copies += _growth(self._copied, call.layer, call.unpacked_bytes)
             if self._phase != "forward" and call.needs_backward:
                 self.gradients += call.gradient_bytes
                 self.resumed += call.gradient_bytes if call.reduced_bytes is None else 0
@@ -258,6 +248,13 @@ class StageBytes:
         if self._phase != "backward" or self._keeps or self._before is None:
             return 0
         return max(0, self._before - sum(size for distance, size in call.shared if distance == 1))
+
+
+def _growth(largest: dict[str, int], layer: str, nbytes: int) -> int:
+    """Note the largest size of a layer, and return by how much it has grown."""
+    before = largest.get(layer, 0)
+    largest[layer] = max(before, nbytes)
+    return largest[layer] - before
 
 
 _Times = tuple[tuple[float, float], ...]
@@ -308,19 +305,15 @@ class Costs:
 
     def _with_seconds(self, seconds: Iterable[tuple[float, float]]) -> Costs:
         """Return the same calls with other times: a pair of forward and backward seconds for each."""
-        pairs = zip(self.calls, seconds, strict=True)
-        return Costs(
-            tuple(
-                replace(
-                    call, forward_s=forward, backward_s=back,
-                    products=tuple(
-                        (flops, nbytes, seconds * forward / call.forward_s if call.forward_s else 0.0)
-                        for flops, nbytes, seconds in call.products
-                    ),
-                )
-                for call, (forward, back) in pairs
+
+        def timed(call: CallCost, forward: float, backward: float) -> CallCost:
+            products = tuple(
+                (flops, nbytes, taken * forward / call.forward_s if call.forward_s else 0.0)
+                for flops, nbytes, taken in call.products
             )
-        )  # fmt: skip
+            return replace(call, forward_s=forward, backward_s=backward, products=products)
+
+        return Costs(tuple(timed(call, *pair) for call, pair in zip(self.calls, seconds, strict=True)))
 
     @property
     def unequal(self) -> bool:
@@ -336,53 +329,50 @@ class Costs:
         """Return the costs on one worker. Equal workers share one object."""
         return self._each[worker] if self.times else self
 
+    def map(self, change: Callable[[CallCost], CallCost]) -> Costs:
+        """Return the costs of changed calls."""
+        return Costs(tuple(map(change, self.calls)))
+
     def unpacked_once(self, microbatches: int) -> Costs:
         """What the calls cost in stages that unpack packed weights once for ``microbatches``."""
         if not any(call.unpacked_bytes for call in self.calls):
             return self
-        return Costs(tuple(call.unpacked_once(microbatches) for call in self.calls))
+        return self.map(lambda call: call.unpacked_once(microbatches))
 
     def carrying(self, calls: Collection[int], least: int = 0) -> Costs:
         """What the calls cost in backward stages, where products of ``calls`` are carried (`CallCost.recompute_s`)."""
         if not calls:
             return self
-        return Costs(
-            tuple(
-                replace(one, forward_s=one.recompute_s(least)) if call in calls else one
-                for call, one in enumerate(self.calls)
-            )
-        )
+        pairs = enumerate(self.calls)
+        return Costs(tuple(replace(c, forward_s=c.recompute_s(least)) if n in calls else c for n, c in pairs))
 
     def holding_copies(self, microbatches: int, stages: int) -> Costs:
         """`unpacked_once`, with the copies counted as weights: for cutting stages that have room for them.
 
         ``stages``: how many have room in the arena for weights, so that each has its part of the one for copies.
         """
-        found = self.unpacked_once(microbatches)
-        return Costs(
-            tuple(
-                replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
-                for call in found.calls
-            )
-        )
+
+        def holding(call: CallCost) -> CallCost:
+            return replace(call, weight_bytes=call.weight_bytes + -(-call.unpacked_bytes // stages), unpacked_bytes=0)
+
+        return self.unpacked_once(microbatches).map(holding)
 
     def of_part(self, parts: int) -> Costs:
         """Return the calls of a microbatch with a ``parts``-th of the samples, whose activations take as much less."""
         sizes = [item.name for item in fields(CallCost) if item.name.endswith("_bytes")]
         sizes = [name for name in sizes if name not in _OF_WEIGHTS]
-        return Costs(
-            tuple(
-                replace(
-                    call,
-                    shared=tuple((distance, size // parts) for distance, size in call.shared),
-                    passed=tuple((distance, size // parts) for distance, size in call.passed),
-                    recomputable=tuple((before, behind, size // parts) for before, behind, size in call.recomputable),
-                    products=tuple((flops, nbytes // parts, seconds) for flops, nbytes, seconds in call.products),
-                    **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
-                )
-                for call in self.calls
+
+        def part(call: CallCost) -> CallCost:
+            return replace(
+                call,
+                shared=tuple((distance, size // parts) for distance, size in call.shared),
+                passed=tuple((distance, size // parts) for distance, size in call.passed),
+                recomputable=tuple((before, behind, size // parts) for before, behind, size in call.recomputable),
+                products=tuple((flops, nbytes // parts, seconds) for flops, nbytes, seconds in call.products),
+                **{name: -(-value // parts) for name in sizes if (value := getattr(call, name)) is not None},
             )
-        )
+
+        return self.map(part)
 
     @cached_property
     def _each(self) -> list[Costs]:

@@ -15,14 +15,9 @@ STATE_BYTES = 4 + 4 + 8 + 2
 
 
 def data_parallel_s(
-    costs: Callable[[int], Costs],
-    sizes: Iterable[int],
-    parameters: Parameters,
-    machine: Hardware,
-    workers: int,
-    sequences: int,
-    memory: int,
-) -> float | None:
+    costs: Callable[[int], Costs], sizes: Iterable[int], parameters: Parameters, machine: Hardware, workers: int,
+    sequences: int, memory: int,
+) -> float | None:  # fmt: skip
     """Return the seconds of a step, at best; None if a GPU cannot hold it.
 
     Nothing is recomputed. Gradients are summed in fp32 over the links while the last backward runs, and the GPU updates

@@ -9,11 +9,11 @@ inputs) are estimated once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def estimate_costs(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    batch: Mapping[str, Tensor],
-    hardware: Hardware,
-    *,
-    packed: Mapping[nn.Parameter, Packed] | None = None,
-    experts_in_turn: bool = False,
-    fp8: bool = False,
-) -> Costs:
+    model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor], hardware: Hardware, *,
+    packed: Mapping[nn.Parameter, Packed] | None = None, experts_in_turn: bool = False, fp8: bool = False,
+) -> Costs:  # fmt: skip
     """Return the costs of one microbatch.
 
     Args:
@@ -67,11 +61,10 @@ def estimate_costs(
         ValueError: the model cannot run without data, or calls no layer.
     """
     with _autocast_knows_meta(), Meter(hardware) as meter:
-        packed = packed or {}
-        walk = _Walk(meter, hardware, packed, experts_in_turn=experts_in_turn)
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        walk.in_fp8 = [layer for layer in layers.values() if fp8 and layer is not head]
-        meter.pack(packed)
+        in_fp8 = [layer for layer in layers.values() if fp8 and layer is not head]
+        walk = _Walk(meter, hardware, packed or {}, in_fp8, experts_in_turn=experts_in_turn)
+        meter.pack(packed or {})
         meter.ignore([*model.parameters(), *model.buffers(), *batch.values()])
         try:
             for name, layer in layers.items():
@@ -122,22 +115,14 @@ def _autocast_knows_meta() -> Iterator[None]:
         torch.autocast = original  # type: ignore[misc]
 
 
-@dataclass
-class _Measured:
-    forward: Work
-    backward: Work
-    needs_backward: bool
-    inputs: int
-    kept: int
-    """Bytes alive after the forward."""
-    returning: int
-    """Bytes of the gradients of its outputs."""
-    peak: int
-    issue_s: float
-    backward_issue_s: float
-    is_synchronous: bool
+class _Measured(NamedTuple):
+    """A call without its weights and without what crosses, and its peak in a recomputation.
+
+    That is the peak of a forward beside the gradients that wait for its backward. The last call is not recomputed.
+    """
+
+    cost: CallCost
     recomputing: int
-    """Peak of a forward beside the gradients that wait for its backward. The last call has none: its graph is kept."""
 
 
 @dataclass
@@ -151,27 +136,18 @@ class _Called:
 
 
 class _Walk:
+    """The calls of a forward. Linear layers of the layers ``in_fp8`` multiply in fp8."""
+
     def __init__(
-        self,
-        meter: Meter,
-        hardware: Hardware,
-        packed: Mapping[nn.Parameter, Packed],
-        *,
+        self, meter: Meter, hardware: Hardware, packed: Mapping[nn.Parameter, Packed], in_fp8: Sequence[nn.Module], *,
         experts_in_turn: bool,
-    ) -> None:
-        self.meter = meter
-        self.packed = packed
-        self.emulated = hardware.emulated
-        self.issue_s = hardware.issue_s
-        self.experts_in_turn = experts_in_turn
-        self.user_code = Work()
-        self.calls: list[_Called] = []
-        self.loss_backward_s = 0.0
+    ) -> None:  # fmt: skip
+        self.meter, self.packed, self.in_fp8, self.experts_in_turn = meter, packed, in_fp8, experts_in_turn
+        self.emulated, self.issue_s = hardware.emulated, hardware.issue_s
+        self.calls, self.user_code, self.loss_backward_s = list[_Called](), Work(), 0.0
         self._known: dict[Any, tuple[_Measured, Any]] = {}
         self._saved: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         """Storages saved on the host, by weak references: the worker holds them no longer than user code does."""
-        self.in_fp8: list[nn.Module] = []
-        """Layers whose linear layers multiply in fp8."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
         self._outputs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -191,41 +167,22 @@ class _Walk:
             del layer.forward
 
     def costs(self) -> Costs:
-        last = len(self.calls) - 1
-        return Costs(
-            tuple(self._cost(i, call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls))
-        )
+        return Costs(tuple(self._cost(number, call) for number, call in enumerate(self.calls)))
 
-    def _cost(self, number: int, call: _Called, loss_backward_s: float) -> CallCost:
-        found, after = call.measured, call.after
-        again = 0 if call is self.calls[-1] else found.recomputing
+    def _cost(self, number: int, call: _Called) -> CallCost:
+        (cost, again), after, is_last = call.measured, call.after, call is self.calls[-1]
+        again, loss_backward_s = (0, self.loss_backward_s) if is_last else (again, 0.0)
         weights, gradients = layer_bytes(call.layer, self.packed)
         copied = (p.nbytes for p in call.layer.parameters() if p in self.packed and self.packed[p].kept)
-        return CallCost(
-            layer=call.name,
-            forward_s=found.forward.seconds + after.seconds - loss_backward_s,
-            backward_s=found.backward.seconds + loss_backward_s,
-            weight_bytes=weights,
-            gradient_bytes=gradients,
-            boundary_bytes=call.boundary,
-            # The loss begins when the head's forward has ended, and ends before the head's backward begins.
-            activation_bytes=found.inputs + max(found.peak, found.kept + after.memory.peak, again),
-            needs_backward=found.needs_backward,
-            kept_bytes=found.inputs + found.kept,
-            forward_bytes=found.inputs + found.kept if self.emulated else None,
-            returning_bytes=found.returning,
-            issue_s=found.issue_s,
-            backward_issue_s=found.backward_issue_s,
-            is_synchronous=found.is_synchronous,
-            unpacked_bytes=sum(map(_aligned, copied)),
-            unpack_s=found.forward.unpack_s,
-            backward_unpack_s=found.backward.unpack_s,
-            products=tuple(
-                (flops, *made) for flops, made in sorted(found.forward.products.items()) if found.needs_backward
-            ),
-            recomputable=self._crossing.recomputable(number),
+        # The loss begins when the head's forward has ended, and ends before the head's backward begins.
+        with_loss = (cost.kept_bytes or 0) + after.memory.peak
+        return replace(
+            cost, layer=call.name, forward_s=cost.forward_s + after.seconds - loss_backward_s,
+            backward_s=cost.backward_s + loss_backward_s, weight_bytes=weights, gradient_bytes=gradients,
+            boundary_bytes=call.boundary, activation_bytes=max(cost.activation_bytes, with_loss, again),
+            unpacked_bytes=sum(map(_aligned, copied)), recomputable=self._crossing.recomputable(number),
             **asdict(call.crossed),
-        )
+        )  # fmt: skip
 
     def _call(self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
@@ -276,7 +233,8 @@ class _Walk:
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs = work.memory.live, tree_map(_described, out)
         needs_backward, returning = bool(roots), sum(root.nbytes for root in roots)
-        recomputing = 0 if self.emulated else work.memory.peak + returning
+        taken = sum(inputs.values())
+        recomputing = 0 if self.emulated else taken + work.memory.peak + returning
         if roots:
             with self.meter.scope(backward):
                 gradients = [torch.empty_like(root) for root in roots]
@@ -286,13 +244,16 @@ class _Walk:
                 del gradients, edges
         for hook in hooks:
             hook.remove()
-        peak = kept + returning if self.emulated else work.memory.peak
-        found = _Measured(
-            work, backward, needs_backward, sum(inputs.values()), kept, returning, peak,
-            issued * self.issue_s, backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
-            recomputing,
+        cost = CallCost(
+            "", work.seconds, backward.seconds, 0, 0, 0, needs_backward=needs_backward, kept_bytes=taken + kept,
+            activation_bytes=taken + (kept + returning if self.emulated else work.memory.peak),
+            forward_bytes=taken + kept if self.emulated else None, returning_bytes=returning,
+            issue_s=issued * self.issue_s, backward_issue_s=backward.unpackings * self.issue_s,
+            is_synchronous=bool(repeated and repeated.operations),
+            unpack_s=work.unpack_s, backward_unpack_s=backward.unpack_s,
+            products=tuple((flops, *made) for flops, made in sorted(work.products.items()) if needs_backward),
         )  # fmt: skip
-        return found, outputs
+        return _Measured(cost, recomputing), outputs
 
 
 class _Repeated:

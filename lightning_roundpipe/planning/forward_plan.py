@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.schedule import Span
 
 CUTS = 48
 """Numbers of stages to try, about."""

@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.costs import Costs, StageBytes
-from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.schedule import Plan, Span, Stage
 from lightning_roundpipe.planning.updates import PIECE_BYTES
 
 BESIDE = 2
@@ -90,6 +90,7 @@ class Parameters:
         shares: whether masters and their copies in compute precision share memory (`optim.split_masters`).
         by_layer: whether one machine updates a layer as its gradients are complete, so that they need memory only until
             then.
+        process: bytes of the process itself, see `process_bytes`.
     """
 
     trained: int
@@ -104,6 +105,12 @@ class Parameters:
     optimizer_state: str = "fp32"
     shares: bool = False
     by_layer: bool = False
+    process: int = 0
+
+
+def total(items: Iterable[Item]) -> int:
+    """Return the bytes of all items together."""
+    return sum(item.nbytes for item in items)
 
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -120,6 +127,28 @@ MASTER_BYTES = 4
 """Bytes of an element of master weights and gradients, which are fp32."""
 
 
+PROCESS_BYTES = 480 * 2**20
+"""Bytes of a process without a model. Measured (`benchmarks/bench_memory.py`): 360 MiB when PyTorch, Lightning,
+transformers and PEFT are imported, and 45 to 125 more for a run's modules, their replicas and other Python objects."""
+CONTEXT_BYTES = 2**28
+"""Bytes that a GPU's CUDA context and libraries take of the host. Assumed: one tensor on an RTX 3090 takes 114 MiB
+(github.com/pytorch/pytorch/issues/113326), without libraries of matrix products."""
+PAGE_SHARE = 64
+"""Linux has a record of 64 bytes for each page of 4 KiB: 4 of 256 GiB."""
+SYSTEM_BYTES = 2**30
+"""Bytes of the operating system beside these records. Assumed: its kernel, services and caches of files in use."""
+
+
+def process_bytes(gpus: int) -> int:
+    """Return the bytes that the process takes of the host, whatever it trains."""
+    return PROCESS_BYTES + gpus * CONTEXT_BYTES
+
+
+def system_bytes(host_memory: int) -> int:
+    """Return the bytes of a host's memory that the operating system takes."""
+    return host_memory // PAGE_SHARE + SYSTEM_BYTES
+
+
 def layers_in_flight(workers: int) -> int:
     """Return of how many layers gradients are on the host at most, where updates go layer by layer.
 
@@ -132,20 +161,10 @@ def device_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = No
     """Return the peak bytes of ``plan`` on each worker, without tensors uploaded ahead of their turn.
 
     ``worker``: the worker, if workers are unequal; None: the largest need. ``most``: whether the arena is as large as
-    is of use, instead of as small as possible; see `arena_bytes`.
+    is of use, instead of as small as possible.
     """
-    return arena_bytes(plan, costs, workers, worker)[most] + _beside_arena(plan, costs, workers, worker)
-
-
-def _beside_arena(plan: Plan, costs: Costs, workers: int, worker: int | None) -> int:
-    needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    activations = max(needs[position].activations + waiting[position] for position in of_worker(plan, workers, worker))
-    return copies_bytes(plan, costs, workers, worker) + activations + PRODUCTS * product_bytes(plan, costs)
-
-
-def product_bytes(plan: Plan, costs: Costs) -> int:
-    """Return the most bytes of the products of a carried call."""
-    return max((costs.calls[call].product_bytes(plan.carry_least) for call in plan.carry), default=0)
+    needs = WorkerNeeds(plan, costs, workers, worker)
+    return needs.arena[most] + needs.beside
 
 
 def carried_bytes(plan: Plan, costs: Costs, workers: int) -> int:
@@ -195,68 +214,8 @@ def arenas(weights: Bytes, gradients: Bytes, workers: int) -> tuple[Bytes, Bytes
     return sizes, sizes + np.maximum(np.roll(weights, -workers, axis=-1), np.roll(leaving, workers, axis=-1))
 
 
-def arena_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> tuple[int, int]:
-    """Return the least bytes of a worker's arena, and the most that are of use: of its stages, or of a layer."""
-    needs, own, layer = _needs(plan, costs), [*of_worker(plan, workers, worker)], layer_arena(costs)
-    weights, gradients = (np.array(sizes) for sizes in zip(*((n.weights, n.gradients) for n in needs), strict=True))
-    smallest, largest = (max(layer, int(sizes[own].max())) for sizes in arenas(weights, gradients, workers))
-    return smallest, largest
-
-
-def reserved_within(
-    plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0, worker: int | None = None
-) -> Reserved:
-    """Return what a worker reserves within ``budget``, which ``plan`` has to fit.
-
-    What is brought ahead comes first, then calls in flight. The arena has what is left, up to the most that is of use.
-
-    Args:
-        plan: plan of a step.
-        costs: costs of its calls.
-        workers: number of workers.
-        budget: bytes of a worker; None: no limit.
-        lead: most bytes of calls in flight that are worth it.
-        worker: the worker, if workers are unequal.
-    """
-    lowest, most = arena_bytes(plan, costs, workers, worker)
-    copies = copies_bytes(plan, costs, workers, worker)
-    if budget is None:
-        return Reserved(most, copies, None, lead)
-    left = budget - _beside_arena(plan, costs, workers, worker)
-    ahead = ahead_bytes(plan, costs, workers, worker)
-    lead = min(lead, max(0, left - lowest - ahead))
-    arena = min(most, max(lowest, left - ahead - lead))
-    return Reserved(arena, copies, max(0, left - lead - arena), lead)
-
-
-def copies_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
-    """Bytes of a worker's arena for the packed weights that stages unpack once."""
-    own, stages = of_worker(plan, workers, worker), plan.stages()
-    return max((_copies(stages[position], costs) for position in own if stages[position].unpacks_once), default=0)
-
-
-def _copies(stage: Stage, costs: Costs) -> int:
+def copies_of(stage: Stage, costs: Costs) -> int:
     return costs.stage_bytes(stage.first, stage.last, stage.phase).copies
-
-
-def unpacked_within(
-    plan: Plan, costs: Costs, workers: int, microbatches: int, budget: Memory | None, *, most: bool = False
-) -> Plan:
-    """``plan`` with as many of its stages as ``budget`` has room for unpacking packed weights once.
-
-    All of these are faster, but only memory says how many a worker can hold, so without a budget there are none. What
-    is brought ahead keeps its room, and with ``most`` so does the largest arena.
-    """
-    if budget is None:
-        return plan
-    rounds = min(plan.round_microbatches, microbatches)
-    sizes = {stage.position: _copies(stage, costs) for stage in plan.stages() if rounds > 1 or stage.phase != "forward"}
-    for largest in sorted({size for size in sizes.values() if size}, reverse=True):
-        chosen = tuple(position for position, size in sizes.items() if 0 < size <= largest)
-        found = replace(plan, unpack_once=chosen)
-        if fits(found, costs, workers, budget, ahead=True, most=most):
-            return found
-    return plan
 
 
 def fits(
@@ -266,23 +225,14 @@ def fits(
 
     ``memory`` None: no limit. ``most``: as in `device_bytes`.
     """
-
-    def need(worker: int | None) -> int:
-        brought = ahead_bytes(plan, costs, workers, worker) if ahead else 0
-        return device_bytes(plan, costs, workers, worker, most=most) + brought
-
-    if isinstance(memory, tuple):
-        return all(need(worker) <= limit for worker, limit in enumerate(memory))
-    return memory is None or need(None) <= memory
+    limits = enumerate(memory) if isinstance(memory, tuple) else [] if memory is None else [(None, memory)]
+    each = ((WorkerNeeds(plan, costs, workers, worker), limit) for worker, limit in limits)
+    return all(one.arena[most] + one.beside + (one.ahead if ahead else 0) <= limit for one, limit in each)
 
 
 def least(memory: Memory | None) -> int | None:
     """Return the bytes of the smallest worker; None: no limit."""
     return min(memory) if isinstance(memory, tuple) else memory
-
-
-def _needs(plan: Plan, costs: Costs) -> list[StageBytes]:
-    return [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in plan.stages()]
 
 
 def waiting(left: Bytes, workers: int, round_microbatches: int) -> Bytes:
@@ -294,13 +244,6 @@ def waiting(left: Bytes, workers: int, round_microbatches: int) -> Bytes:
     ``left``: bytes of a microbatch that waits behind each stage, (..., stages).
     """
     return (round_microbatches - 1) * np.maximum(left, np.roll(left, workers, axis=-1))
-
-
-def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
-    """Return `waiting` of a plan's stages."""
-    forward, backward = waiting_at(costs)
-    left = [forward[s.last + 1] if s.phase == "forward" else backward[s.first] for s in plan.stages()]
-    return [int(size) for size in waiting(np.array(left), workers, plan.round_microbatches)]
 
 
 def waiting_at(costs: Costs) -> tuple[list[int], list[int]]:
@@ -316,21 +259,6 @@ def waiting_at(costs: Costs) -> tuple[list[int], list[int]]:
     return [*(call.waiting_bytes for call in costs), 0], backward
 
 
-def ahead_bytes(plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> int:
-    """Return the bytes uploaded to a worker before they are needed.
-
-    These are inputs and carried products of a running microbatch's next call, and all inputs that the next microbatch
-    starts from. A single worker has the outputs of its own stages and their gradients already.
-    """
-    needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    positions = of_worker(plan, workers, worker)
-    alone = max(needs[position].activations + waiting[position] for position in positions)
-    crowded = max(needs[position].crowded + waiting[position] for position in positions)
-    stages = plan.stages()
-    inputs = crowded - alone + max(_brought(stages[position], costs, alone=workers == 1) for position in positions)
-    return inputs + product_bytes(plan, costs)
-
-
 def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
     """Return the bytes that a worker uploads for the start of a microbatch's turn in ``stage``."""
     if stage.phase != "backward":
@@ -339,134 +267,137 @@ def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
     return taped[-1].input_bytes + (0 if alone else taped[-1].returning_bytes) if taped else 0
 
 
-def planned_bytes(
-    plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0, worker: int | None = None
-) -> int:
-    """Return the planned peak of a worker: with as much ahead as ``budget`` allows.
+class WorkerNeeds:
+    """What ``plan`` takes on a worker, if workers are unequal, or on the ones that need most (``worker`` None).
 
-    For the arguments see `reserved_within`.
+    Attributes:
+        stages: all stages.
+        needs: bytes that each stage needs.
+        waiting: bytes that other microbatches hold meanwhile; see `waiting`.
+        own: positions of the stages that the worker runs.
+        copies: bytes of the arena for the packed weights that stages unpack once.
+        products: most bytes of the products of a carried call.
+        beside: bytes beside the arena, without what is brought ahead.
     """
-    reserved = reserved_within(plan, costs, workers, budget, lead, worker)
-    ahead = ahead_bytes(plan, costs, workers, worker)
-    brought = ahead if reserved.room is None else min(ahead, reserved.room)
-    return reserved.arena + _beside_arena(plan, costs, workers, worker) + brought + reserved.lead
 
+    def __init__(self, plan: Plan, costs: Costs, workers: int, worker: int | None = None) -> None:
+        self._plan, self._costs, self._workers, self.stages = plan, costs, workers, plan.stages()
+        self.needs = [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in self.stages]
+        forward, backward = waiting_at(costs)
+        left = [forward[s.last + 1] if s.phase == "forward" else backward[s.first] for s in self.stages]
+        self.waiting = [int(size) for size in waiting(np.array(left), workers, plan.round_microbatches)]
+        self.own = of_worker(plan, workers, worker)
+        unpacking = (self.stages[position] for position in self.own if self.stages[position].unpacks_once)
+        self.copies = max((copies_of(stage, costs) for stage in unpacking), default=0)
+        self.products = max((costs.calls[call].product_bytes(plan.carry_least) for call in plan.carry), default=0)
+        self._activations = max(self.needs[at].activations + self.waiting[at] for at in self.own)
+        self.beside = self.copies + self._activations + PRODUCTS * self.products
 
-def ahead_within(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> Plan:
-    """Return ``plan`` with recomputation ahead, if it has backward stages and fits ``budget`` (None: no limit)."""
-    ahead = replace(plan, recompute_ahead=bool(plan.backward))
-    return ahead if fits(ahead, costs, workers, budget) else plan
+    @cached_property
+    def arena(self) -> tuple[int, int]:
+        """The least bytes of the arena, and the most that are of use: of the worker's stages, or of a layer."""
+        weights, gradients = (
+            np.array(sizes) for sizes in zip(*((n.weights, n.gradients) for n in self.needs), strict=True)
+        )
+        own, layer = [*self.own], layer_arena(self._costs)
+        smallest, largest = (max(layer, int(sizes[own].max())) for sizes in arenas(weights, gradients, self._workers))
+        return smallest, largest
 
+    @cached_property
+    def ahead(self) -> int:
+        """Bytes uploaded before they are needed.
 
-def keeping_least(plan: Plan, costs: Costs, workers: int, budget: Memory | None) -> Plan:
-    """Return ``plan`` with equal backward stages, the longest that fit when recomputed ahead: the host keeps least.
+        These are inputs and carried products of a running microbatch's next call, and all inputs that the next
+        microbatch starts from. A single worker has the outputs of its own stages and their gradients already.
+        """
+        crowded, alone = max(self.needs[at].crowded + self.waiting[at] for at in self.own), self._workers == 1
+        brought = max(_brought(self.stages[at], self._costs, alone=alone) for at in self.own)
+        return crowded - self._activations + brought + self.products
 
-    ``budget``: bytes of each worker; None: no limit, so that nothing says how long they may be.
-    """
-    calls = plan.fused.first
-    for size in range(calls, 1, -1) if budget is not None else ():
-        backward = tuple(Span(max(0, last - size + 1), last) for last in range(calls - 1, -1, -size))
-        found = replace(plan, backward=backward, recompute_ahead=True)
-        if fits(found, costs, workers, budget):
-            return found
-    return plan
+    def reserved(self, budget: int | None, lead: int = 0) -> Reserved:
+        """Return what the worker reserves within ``budget``, which the plan has to fit (None: no limit).
 
+        What is brought ahead comes first, then calls in flight, of which at most ``lead`` bytes are worth it. The arena
+        has what is left, up to the most that is of use.
+        """
+        lowest, most = self.arena
+        if budget is None:
+            return Reserved(most, self.copies, None, lead)
+        left = budget - self.beside
+        lead = min(lead, max(0, left - lowest - self.ahead))
+        arena = min(most, max(lowest, left - self.ahead - lead))
+        return Reserved(arena, self.copies, max(0, left - lead - arena), lead)
 
-def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None, worker: int | None = None) -> list[Item]:
-    """Return the parts of `planned_bytes`, each with the stage that needs most of it."""
-    stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)
-    arena = reserved_within(plan, costs, workers, budget, worker=worker).arena
-    items = _arena_items(plan, needs, arena, workers, worker)
-    if copies := copies_bytes(plan, costs, workers, worker):
-        items.append(Item("arena for unpacked weights", copies))
-    # On a GPU, costs count a forward with its call's backward. So of equals, a backward stage is the one that needs it.
-    own = of_worker(plan, workers, worker)
-    position = max(own, key=lambda position: (needs[position].activations + waiting[position], position))
-    stage, size = stages[position], needs[position].activations
-    last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
-    if last:  # of the last call, and the loss that follows it
-        items.append(Item(f"loss and activations of {costs.layers[-1]}", last))
-    if not last or size > last:
-        items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
-    if products := PRODUCTS * product_bytes(plan, costs):
-        items.append(Item(f"carried products of {plural(PRODUCTS, 'call')}", products))
-    if waiting[position]:
-        others = plan.round_microbatches - 1
+    def planned(self, budget: int | None, lead: int = 0) -> int:
+        """Return the planned peak: with as much ahead as ``budget`` allows; see `reserved`."""
+        reserved = self.reserved(budget, lead)
+        brought = self.ahead if reserved.room is None else min(self.ahead, reserved.room)
+        return reserved.arena + self.beside + brought + reserved.lead
+
+    def items(self, budget: int | None) -> list[Item]:
+        """Return the parts of `planned`, each with the stage that needs most of it."""
+        needs, waiting, arena = self.needs, self.waiting, self.reserved(budget).arena
+        # On a GPU, costs count a forward with its call's backward. So of equals, a backward stage needs it.
+        position = max(self.own, key=lambda position: (needs[position].activations + waiting[position], position))
+        stage, size = self.stages[position], needs[position].activations
+        last = min(self._costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
+        others = self._plan.round_microbatches - 1
         wait = f"{plural(others, 'microbatch')} that {'waits' if others == 1 else 'wait'} for the next stage"
-        items.append(Item(f"boundary tensors of {wait}", waiting[position]))
-    all_but_ahead = arena + _beside_arena(plan, costs, workers, worker)
-    if ahead := planned_bytes(plan, costs, workers, budget, worker=worker) - all_but_ahead:
-        items.append(Item("boundary tensors that are brought ahead", ahead))
-    return items
+        items = [
+            *self._arena_items(arena),
+            Item("arena for unpacked weights", self.copies),
+            Item(f"loss and activations of {self._costs.layers[-1]}", last),  # of the last call, and the loss behind it
+            Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last),
+            Item(f"carried products of {plural(PRODUCTS, 'call')}", PRODUCTS * self.products),
+            Item(f"boundary tensors of {wait}", waiting[position]),
+            Item("boundary tensors that are brought ahead", self.planned(budget) - arena - self.beside),
+        ]
+        return [item for item in items if item.nbytes]
+
+    def _arena_items(self, arena: int) -> list[Item]:
+        """Return the parts of an arena: what the largest stage has in it, and what is left for others beside it."""
+
+        def size(position: int) -> int:
+            return self.needs[position].weights + self.needs[position].gradients
+
+        position = max(self.own, key=size)
+        if not size(position):
+            return [Item("arena, of the largest layer", arena)]
+        return [
+            Item(f"weights in the arena, of stage {position}", self.needs[position].weights),
+            Item(f"gradients in the arena, of stage {position}", self.needs[position].gradients),
+            Item("room in the arena for the stages before and after", arena - size(position)),
+        ]
 
 
-def _arena_items(plan: Plan, needs: Sequence[StageBytes], arena: int, workers: int, worker: int | None) -> list[Item]:
-    """Return the parts of an arena: what the largest stage has in it, and what is left for others beside it."""
+def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[dict[str, Any]]:
+    """Return time and memory of every stage of ``plan``, in the order in which they run.
 
-    def size(position: int) -> int:
-        return needs[position].weights + needs[position].gradients
-
-    position = max(of_worker(plan, workers, worker), key=size)
-    if not size(position):
-        return [Item("arena, of the largest layer", arena)]
-    items = [
-        Item(f"weights in the arena, of stage {position}", needs[position].weights),
-        Item(f"gradients in the arena, of stage {position}", needs[position].gradients),
-        Item("room in the arena for the stages before and after", arena - size(position)),
-    ]
-    return [item for item in items if item.nbytes]
-
-
-@dataclass(frozen=True)
-class StageRow:
-    """Time and memory of a stage.
-
-    Args:
-        phase: forward, fused or backward.
-        calls: its calls, as a plan writes them.
-        ms: milliseconds of one microbatch, on the workers that run the stage.
-        weight_bytes: weights uploaded once a round.
-        gradient_bytes: gradients downloaded once a round.
-        activation_bytes: peak of one microbatch.
-        waiting_bytes: tensors of the round's other microbatches meanwhile.
+    Milliseconds are those of one microbatch on the workers that run the stage. Weights and gradients travel once a
+    round; ``activation_bytes`` is the peak of one microbatch, and the round's others hold ``waiting_bytes`` meanwhile.
     """
 
-    phase: str
-    calls: str
-    ms: float
-    weight_bytes: int
-    gradient_bytes: int
-    activation_bytes: int
-    waiting_bytes: int
-
-
-def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
-    """Every stage of ``plan`` in the order in which they run."""
+    every = math.gcd(len(plan.stages()), workers)
 
     def seconds(stage: Stage) -> float:
-        found = plan.costs_in(stage, _on_its_workers(stage, plan, costs, workers), plan.round_microbatches)
+        each = {id(own): own for own in map(costs.on, range(stage.position % every, workers, every))}
+        own = next(iter(each.values())) if len(each) == 1 else costs  # the mean, if its workers differ
+        found = plan.costs_in(stage, own, plan.round_microbatches)
         return found.stage_time_s(stage.first, stage.last, stage.phase)
 
-    parts = zip(plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers), strict=True)
+    of_all = WorkerNeeds(plan, costs, workers)
     return [
-        StageRow(
-            phase=stage.phase,
-            calls=str(Span(stage.first, stage.last)),
-            ms=1e3 * seconds(stage),
-            weight_bytes=need.weights,
-            gradient_bytes=need.gradients,
-            activation_bytes=need.activations,
-            waiting_bytes=waiting,
-        )
-        for stage, need, waiting in parts
+        {
+            "phase": stage.phase,
+            "calls": str(Span(stage.first, stage.last)),
+            "ms": 1e3 * seconds(stage),
+            "weight_bytes": need.weights,
+            "gradient_bytes": need.gradients,
+            "activation_bytes": need.activations,
+            "waiting_bytes": waiting,
+        }
+        for stage, need, waiting in zip(of_all.stages, of_all.needs, of_all.waiting, strict=True)
     ]
-
-
-def _on_its_workers(stage: Stage, plan: Plan, costs: Costs, workers: int) -> Costs:
-    """Return the costs on the workers that run the stage if these are alike, else the mean costs."""
-    every = math.gcd(len(plan.stages()), workers)
-    each = {id(found): found for found in map(costs.on, range(stage.position % every, workers, every))}
-    return next(iter(each.values())) if len(each) == 1 else costs
 
 
 def kept_inputs(plan: Plan, costs: Costs) -> list[int]:
@@ -504,7 +435,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     moments = math.ceil(2 * OPTIMIZER_STATES[parameters.optimizer_state] * owned)
     gradients = _gradient_items(plan, costs, parameters, workers, microbatches)
     first = _gradient_items(plan, costs, parameters, workers, microbatches, first_window=True)
-    if sum(item.nbytes for item in gradients) + moments < sum(item.nbytes for item in first):
+    if total(gradients) + moments < total(first):
         gradients, moments = first, 0
     items = [
         Item(
@@ -519,6 +450,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
         Item(f"AdamW's two moments, {parameters.optimizer_state}{whose}", moments),
         Item(f"boundary tensors of {plural(plan.round_microbatches, 'microbatch')}", boundary_bytes(plan, costs), True),
         Item(f"carried products of {plural(len(plan.carry), 'call')}", carried_bytes(plan, costs, workers), True),
+        Item("the process itself: Python, PyTorch, CUDA", parameters.process),
     ]
     return [item for item in items if item.nbytes]
 
@@ -542,7 +474,8 @@ def _gradient_items(
     stays = narrow and one_round and parameters.machines == 1
     when = " of the first window" if first_window else " in flight" if by_layer else ""
     held = min(own, in_flight) if by_layer else sum(sizes) if stays else own
-    used = min(max((call.gradient_bytes for call in trains), default=0), 2 * PIECE_BYTES) if stays else 0
+    largest_sum = max((call.gradient_bytes for call in trains), default=0)
+    used = (min(largest_sum, 2 * PIECE_BYTES) if parameters.by_layer else largest_sum) if stays else 0
     return [
         Item(f"gradients{when}, {'as they travel' if stays else 'fp32'}", held, locked=stays or not narrow),
         Item("gradients that an update uses, fp32", used),

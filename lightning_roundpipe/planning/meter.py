@@ -290,15 +290,9 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    sliding_window: int | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Return attention without data: (batch, heads, length, size) becomes (batch, length, heads, size).
 
     There are no masks of length x length. Sinks widen the heads. With a window, backward computes the forward again,

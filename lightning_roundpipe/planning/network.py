@@ -89,12 +89,7 @@ def owners(sizes: Mapping[str, int], machines: int) -> dict[str, int]:
 
 
 class Exchange:
-    """Simulates the network and the optimizers of all machines through all steps.
-
-    Args:
-        network: the network between the machines.
-        costs: costs of the calls.
-        updates: rate and rules of each machine's optimizer; None: updates take no time.
+    """Simulates the network and the optimizers of all machines through all steps; ``updates`` None: they take no time.
 
     Attributes:
         busy_s: seconds for which the network has been busy.

@@ -14,38 +14,17 @@ from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.profile import Hardware
 
 EMULATED = Hardware(
-    title="an emulated device",
-    workers=1,
-    flops={"fp32": 50e9, "bf16": 25e9, "fp16": 25e9},
-    memory=None,
-    memory_bandwidth=10e9,
-    upload=5e9,
-    download=5e9,
-    host_memory=16 * 2**30,
-    host_memory_bandwidth=40e9,
-    matmul_efficiency=0.8,
-    memory_efficiency=0.85,
-    kernel_s=5e-6,
-    hop_s=0.2e-3,
-    emulated=True,
-)
+    title="an emulated device", workers=1, flops={"fp32": 50e9, "bf16": 25e9, "fp16": 25e9},
+    memory=None, memory_bandwidth=10e9, upload=5e9, download=5e9,
+    host_memory=16 * 2**30, host_memory_bandwidth=40e9,
+    matmul_efficiency=0.8, memory_efficiency=0.85, kernel_s=5e-6, hop_s=0.2e-3, emulated=True,
+)  # fmt: skip
 GPU = Hardware(
-    title="an RTX 4090",
-    workers=1,
-    flops={"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 330.3e12, "fp8": 330.3e12},
-    memory=24 * 2**30,
-    memory_bandwidth=1008e9,
-    upload=25e9,
-    download=25e9,
-    host_memory=128 * 2**30,
-    host_memory_bandwidth=51.2e9,
-    matmul_efficiency=0.8,
-    memory_efficiency=0.85,
-    kernel_s=5e-6,
-    hop_s=1e-3,
-    call_s=0.5e-3,
-    turn_s=0.5e-3,
-)
+    title="an RTX 4090", workers=1, flops={"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 330.3e12, "fp8": 330.3e12},
+    memory=24 * 2**30, memory_bandwidth=1008e9, upload=25e9, download=25e9,
+    host_memory=128 * 2**30, host_memory_bandwidth=51.2e9,
+    matmul_efficiency=0.8, memory_efficiency=0.85, kernel_s=5e-6, hop_s=1e-3, call_s=0.5e-3, turn_s=0.5e-3,
+)  # fmt: skip
 
 
 def nominal(device_type: str) -> Hardware:
@@ -65,4 +44,4 @@ def with_times_of_bytes(costs: Costs, hardware: Hardware) -> Costs:
         backward_s = call.backward_s or (2 * moved_s if call.needs_backward else 0.0)
         return dataclasses.replace(call, forward_s=call.forward_s or moved_s, backward_s=backward_s)
 
-    return Costs(tuple(map(timed, costs)))
+    return costs.map(timed)

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import get_args
 
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import Memory, device_bytes, fits, least, waiting_bytes
-from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes, fits, least
+from lightning_roundpipe.planning.problem import Problem
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 _TICKS_PER_S = 10**12
 """Times are compared as whole picoseconds, so that equal sums are equal whatever order they were added in."""
@@ -36,19 +36,15 @@ _PARTS = tuple(2**power for power in range(1, 9))
 
 
 def greedy_partition(
-    costs: Costs,
-    workers: int,
-    microbatches: int,
-    round_microbatches: int | None = None,
-    stage_bytes: int | None = None,
-    stage_s: float | None = None,
-) -> Plan:
+    costs: Costs, workers: int, microbatches: int, round_microbatches: int | None = None,
+    stage_bytes: int | None = None, stage_s: float | None = None,
+) -> Plan:  # fmt: skip
     """Return the plan that minimises `pipeline_length` times ``t_max``; of equals, the one with fewer stages.
 
     Args:
         costs: what each call costs for one microbatch.
-        workers: N, the devices that take slots.
-        microbatches: M of one step.
+        workers: number of workers (N).
+        microbatches: microbatches of a step (M).
         round_microbatches: microbatches that pass all stages before the next ones start; by default all of them.
         stage_bytes: what one stage may hold on its worker: the weights of its layers, their gradients (unless it is a
             forward stage), and the activations of its worst call, or of all its calls in the fused stage, whose graph
@@ -89,19 +85,16 @@ def check_calls_are_short(costs: Costs, stage_s: float) -> None:
     Raises:
         ValueError: a call takes longer.
     """
-    calls = [(call.time_s(phase), phase, call.layer) for call in costs for phase in _phases_of(call, costs)]
-    longest, phase, layer = max(calls)
+    # The last call is always fused, and the others need not be.
+    apart: tuple[Phase, ...] = ("forward", "backward")
+    calls = [(call.time_s(phase), phase, call.layer) for call in costs.calls[:-1] for phase in apart]
+    longest, phase, layer = max([*calls, (costs.calls[-1].time_s("fused"), "fused", costs.layers[-1])])
     if round(longest * _TICKS_PER_S) > round(stage_s * _TICKS_PER_S):
         raise ValueError(
             f"stage_seconds={stage_s:g} is shorter than one layer takes for a microbatch: {layer!r} {longest:.3g} s "
             f"({phase}). Raise stage_seconds above that, lower microbatch_size, or name smaller modules in "
             "layers= so that the layer is split."
         )
-
-
-def _phases_of(call: CallCost, costs: Costs) -> tuple[Phase, ...]:
-    """Return the phases that a call may need: the last call is always fused, and the others need not be."""
-    return ("fused",) if call is costs.calls[-1] else ("forward", "backward")
 
 
 def pipeline_length(stages: int, workers: int, microbatches: int) -> int:
@@ -207,73 +200,54 @@ def _fill(limits: _PhaseLimits, last: int, t_max: int) -> list[Span] | None:
 # -- within memory -----------------------------------------------------------------------------------------------------
 
 
-def smallest_within(
-    costs: Costs, workers: int, microbatches: int, min_round: int, budget: Memory | None, max_round: int | None = None
-) -> Plan:
-    """Return the plan with a stage for each call, and as many microbatches a round as ``budget`` has room for.
+def smallest_within(problem: Problem) -> Plan:
+    """Return the plan with a stage for each call, and as many microbatches a round as memory has room for.
 
     It has room for the largest arena if some round does with it. With fewer microbatches a round, fewer wait on the
-    workers, and weights travel more often. A round has all microbatches of a step or an equal part of them, at most
-    ``max_round`` (None: no limit) and at least ``min_round``. With ``min_round`` the plan may not fit.
+    workers, and weights travel more often. A round has all microbatches of a step or an equal part of them, within the
+    limits. With the smallest round the plan may not fit.
     """
-    lowest = min(min_round, microbatches)
+    microbatches = problem.microbatches
+    lowest = min(problem.min_round, microbatches)
     parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
-    sizes = sorted({size for size in parts if lowest < size <= (max_round or microbatches)}, reverse=True)
-    plans = [Plan.per_call(len(costs), size) for size in (*sizes, lowest)]
-    fitting = (plan for most in (True, False) for plan in plans if fits(plan, costs, workers, budget, most=most))
-    return next(fitting, plans[-1])
+    sizes = sorted({size for size in parts if lowest < size <= (problem.max_round or microbatches)}, reverse=True)
+    plans = [Plan.per_call(len(problem.costs), size) for size in (*sizes, lowest)]
+    return next((plan for most in (True, False) for plan in plans if problem.fits(plan, most=most)), plans[-1])
 
 
-def partition_within(
-    costs: Costs,
-    workers: int,
-    microbatches: int,
-    round_microbatches: int | None,
-    budget: Memory | None,
-    min_round: int | None = None,
-    stage_s: float | None = None,
-    max_round: int | None = None,
-) -> Plan:
-    """Return the partitioner's plan for workers with ``budget`` bytes.
+def partition_within(problem: Problem, round_microbatches: int | None = None, stage_s: float | None = None) -> Plan:
+    """Return the partitioner's plan within memory. If workers are unequal, the smallest memory counts for all.
 
     `greedy_partition` limits the bytes of single stages, but the largest weights, gradients and activations may belong
     to different stages. So this function lowers the limit until the whole plan fits, with the largest arena unless a
     cut at every call has no room for that.
 
     Args:
-        costs: costs of the calls.
-        workers: number of workers.
-        microbatches: microbatches of a step.
-        round_microbatches: microbatches of a round; None: all of them, or fewer if they do not fit
-            (`smallest_within`).
-        budget: bytes of the workers; None: no limit. If workers are unequal, the smallest counts for all.
-        min_round: least microbatches of a round; None: one for each worker.
+        round_microbatches: microbatches of a round; None: see `smallest_within`.
         stage_s: most seconds of a stage for one microbatch; None: no limit.
-        max_round: most microbatches of a round; None: no limit.
 
     Raises:
         TooSmall: a cut at every call does not fit.
         ValueError: a call takes longer than ``stage_s``.
     """
-    budget = least(budget)
+    costs, budget = problem.costs, least(problem.memory)
+    problem = replace(problem, memory=budget)
     if stage_s is not None:
         check_calls_are_short(costs, stage_s)
-    if round_microbatches is None:
-        found = smallest_within(costs, workers, microbatches, min_round or workers, budget, max_round)
-        round_microbatches = found.round_microbatches
+    size = round_microbatches or smallest_within(problem).round_microbatches
     if budget is None:
-        return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
-    smallest = Plan.per_call(len(costs), round_microbatches)
-    if not fits(smallest, costs, workers, budget):
-        raise TooSmall(costs, smallest, workers, budget)
-    most = fits(smallest, costs, workers, budget, most=True)
+        return greedy_partition(costs, problem.workers, problem.microbatches, size, stage_s=stage_s)
+    smallest = Plan.per_call(len(costs), size)
+    if not problem.fits(smallest):
+        raise TooSmall(costs, smallest, problem.workers, budget)
+    most = problem.fits(smallest, most=True)
     stage_bytes = budget
     while True:
         try:
-            plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes, stage_s=stage_s)
+            plan = greedy_partition(costs, problem.workers, problem.microbatches, size, stage_bytes, stage_s)
         except ValueError:  # some call does not fit into a stage of that size, though the arenas have room for it
             return smallest
-        need = device_bytes(plan, costs, workers, most=most)
+        need = device_bytes(plan, costs, problem.workers, most=most)
         if need <= budget:
             return plan
         stage_bytes = min(stage_bytes - 1, stage_bytes * budget // need)
@@ -295,7 +269,7 @@ class TooSmall(ValueError):
         self.round_microbatches = None if fitting is None else fitting.round_microbatches
         self.parts = next((n for n in _PARTS if fits(smallest, costs.of_part(n), workers, budget)), None)
         call = max(costs, key=lambda c: c.weight_bytes + c.gradient_bytes + c.activation_bytes)
-        waiting = max(waiting_bytes(smallest, costs, workers))
+        waiting = max(WorkerNeeds(smallest, costs, workers).waiting)
         held = f"; {plural(size - 1, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
         super().__init__(
             f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs {self.enough:,}. The "

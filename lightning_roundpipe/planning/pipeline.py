@@ -36,9 +36,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, for_each
-from lightning_roundpipe.planning.host_time import HostTime, SharedSeconds
-from lightning_roundpipe.planning.links import Lane, Links
-from lightning_roundpipe.planning.memory import Memory, kept_inputs, reserved_within
+from lightning_roundpipe.planning.links import HostTime, Lane, Links, SharedSeconds
+from lightning_roundpipe.planning.memory import Memory, WorkerNeeds, kept_inputs
 from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
@@ -109,8 +108,6 @@ class SimulatedRun:
     """Result of a simulation. Times are seconds from the start of the first step.
 
     Attributes:
-        plan: the plan.
-        workers: number of workers (N).
         events: all intervals of work, in the order of slots.
         losses_s: time at which all losses of each step are known, and the next step may begin.
         ends_s: end of each step's last backward.
@@ -145,15 +142,7 @@ def period_of_ends(ends: Sequence[float], steps: int) -> float:
 def run_steps(
     plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None = None, steps: int = 1
 ) -> SimulatedRun:
-    """Simulate steps from idle workers.
-
-    Args:
-        plan: the plan of each step.
-        costs: costs of the calls.
-        workers: number of workers (N).
-        microbatches: microbatches of a step (M).
-        rules: what takes time besides computing; None: nothing does.
-        steps: number of steps.
+    """Simulate ``steps`` of so many ``microbatches`` from idle workers. ``rules`` None: only computing takes time.
 
     Raises:
         ValueError: the plan does not fit the calls of ``costs``, or a number is too small.
@@ -385,12 +374,10 @@ def _workers(plan: Plan, costs: Costs, workers: int, rules: Rules) -> list[_Work
     if len(links) != workers:
         raise ValueError(f"links={links!r} must be one for all workers, or one for each of {workers}.")
     if isinstance(rules.memory, tuple):
-        sizes = [
-            reserved_within(plan, costs, workers, memory, worker=worker).arena
-            for worker, memory in enumerate(rules.memory)
-        ]
+        each = enumerate(rules.memory)
+        sizes = [WorkerNeeds(plan, costs, workers, worker).reserved(memory).arena for worker, memory in each]
     else:
-        sizes = [reserved_within(plan, costs, workers, rules.memory).arena] * workers
+        sizes = [WorkerNeeds(plan, costs, workers).reserved(rules.memory).arena] * workers
     return [_Worker(link, arena) for link, arena in zip(links, sizes, strict=True)]
 
 
@@ -442,8 +429,7 @@ class _Pipeline:
         for begin in range(0, self._microbatches, size):
             members = range(begin, min(begin + size, self._microbatches))
             for position in range(len(closed)):
-                stage = self._stages[self._slot % workers][position]  # [1] [13]
-                closed[position] = self._run_slot(stage, members, closed[position])
+                closed[position] = self._run_slot(position, members, closed[position])
         self.losses.append(self._loss)
         self.ends.append(max(closed))
         if self._exchange is not None:  # of all machines' optimizers, which are not drawn
@@ -481,31 +467,30 @@ class _Pipeline:
             seconds.append(self._updating.free - begin)  # an update may begin before its layer's last gradients come
         return seconds + [max(0.0, time - begin) for time in times]
 
-    def _run_slot(self, stage: _SimulatedStage, members: range, closed: float) -> float:
-        number = self._slot % len(self._workers)
-        worker = self._workers[number]
+    def _run_slot(self, position: int, members: range, closed: float) -> float:
+        self._number = self._slot % len(self._workers)  # [1]
+        worker = self._worker = self._workers[self._number]
+        stage = self._stage = self._stages[self._number][position]  # [13]
         if not self._side_by_side:
             worker.free = max(worker.free, closed)  # [2]
-        loaded = self._load(stage, number)
+        loaded = self._load()
         summed = worker.sums_free(stage) if stage.gradients else 0.0
         if members.start and not self._side_by_side and stage.resumed:  # sums of earlier rounds follow the weights [7]
-            start, end = worker.up.copy_behind(summed, stage.resumed)
-            self._note("upload_weights", number, stage, -1, start, end)
-            summed = max(summed, end)
+            summed = max(summed, self._note("upload_weights", -1, *worker.up.copy_behind(summed, stage.resumed)))
         for microbatch in members:
-            self._take_turn(stage, number, microbatch, loaded, summed)
+            self._take_turn(microbatch, loaded, summed)
         last = worker.free
         if self._side_by_side:
             added = (self._added[one.call][-1] for one in stage.leaving if one.call in self._added)
             worker.free = max(last, *added, 0.0)  # [12]
-        arrived = self._unload(stage, number, last, is_complete=members.stop == self._microbatches)
+        arrived = self._unload(last, is_complete=members.stop == self._microbatches)
         worker.there, worker.beside = worker.beside, _Occupied(stage.weights, stage.gradients, worker.free, arrived)
         self._slot += 1
         return worker.free
 
-    def _load(self, stage: _SimulatedStage, number: int) -> float:
+    def _load(self) -> float:
         """Return when the first turn may begin, given that its weights arrive layer by layer. [6] [7]"""
-        worker, arriving, age = self._workers[number], stage.arriving, 1 + self._rules.staleness
+        worker, stage, arriving, age = self._worker, self._stage, self._stage.arriving, 1 + self._rules.staleness
         published = self._published[-age] if len(self._published) >= age else {}
         if self._rules.links is None:  # else the upload waits for the updates of all the layers
             lead = stage.phase != "backward"
@@ -518,130 +503,127 @@ class _Pipeline:
             behind = next((later for later in range(at, len(arriving)) if ready[later] > ready[at]), len(arriving))
             size = arriving[behind - 1].come - sent
             start, end = worker.up.copy_behind(ready[at], size)
-            self._note("upload_weights", number, stage, -1, start, end)
+            self._note("upload_weights", -1, start, end)
             share = (end - start) / size if size else 0.0
             loaded = max(loaded, max(start + (one.come - sent) * share - one.before_s for one in arriving[at:behind]))
             sent, at = sent + size, behind
         return loaded
 
-    def _unload(self, stage: _SimulatedStage, number: int, last: float, *, is_complete: bool) -> float:
+    def _unload(self, last: float, *, is_complete: bool) -> float:
         """Send gradients to the host behind the last turn, and return when they have arrived. [7]
 
         If they are complete, the optimizer gets them.
         """
-        arrived = self._workers[number].free
-        for gradients in stage.leaving:
+        arrived = self._worker.free
+        for gradients in self._stage.leaving:
             there = last - gradients.before_end_s
             if self._side_by_side:
-                landed, there = self._add(gradients, stage, number, there)
+                landed, there = self._add(gradients, there)
             else:
-                landed = there = self._download(gradients.nbytes, stage, number, there)
+                landed = there = self._download(gradients.nbytes, there)
             arrived = max(arrived, landed)
             if is_complete:
                 self._arrived[gradients.layer] = max(self._arrived.get(gradients.layer, 0.0), there)
         return arrived
 
-    def _download(self, nbytes: float, stage: _SimulatedStage, number: int, ready: float) -> float:
+    def _download(self, nbytes: float, ready: float) -> float:
         """Return when gradients that may leave at ``ready`` are on the host."""
-        start, there = self._workers[number].down.copy_behind(ready, nbytes)
-        self._note("download_gradients", number, stage, -1, start, there)
-        return there
+        return self._note("download_gradients", -1, *self._worker.down.copy_behind(ready, nbytes))
 
-    def _add(self, gradients: _Leaving, stage: _SimulatedStage, number: int, ready: float) -> tuple[float, float]:
+    def _add(self, gradients: _Leaving, ready: float) -> tuple[float, float]:
         """Return when gradients are on the host, and when it has added them to those of microbatches before. [12]"""
         before, added = self._added.get(gradients.call, [0.0] * gradients.parts), []
         nbytes, rate, landed = gradients.nbytes / gradients.parts, self._rules.sums_per_s, ready
         for free in before:
-            landed = self._download(nbytes, stage, number, max(ready, free))
+            landed = self._download(nbytes, max(ready, free))
             added.append(landed if rate is None else self._adding.take(landed, nbytes / rate))
         self._added[gradients.call] = added
         return landed, added[-1]
 
-    def _take_turn(self, stage: _SimulatedStage, number: int, microbatch: int, loaded: float, summed: float) -> None:
+    def _take_turn(self, microbatch: int, loaded: float, summed: float) -> None:
         """Run a microbatch through a slot, whose weights and place for sums are there at ``loaded`` and ``summed``."""
-        worker, is_backward = self._workers[number], stage.phase == "backward"
-        given = self._given(stage, number, microbatch)
+        worker, stage, is_backward = self._worker, self._stage, self._stage.phase == "backward"
+        given = self._given(microbatch)
         beside = self._behind.get(stage.position, (0.0, 0.0)) if self._side_by_side else (0.0, 0.0)  # [12] [13]
         begin = max(worker.free, loaded, summed - stage.forward_s, beside[0])
         if is_backward:
-            saved = self._inputs(stage, number, microbatch)
+            saved = self._inputs(microbatch)
             begin = max(begin, saved, 0.0 if self._plan.recompute_ahead else given)  # [4]
             worker.ran = worker.ran if stage.carried else max(worker.ran, begin)
-            begin += self._bring(stage, number, microbatch, begin)
-            recomputed = self._computed(stage, begin, stage.forward_s)
-            self._note("recompute", number, stage, microbatch, recomputed - stage.forward_s, recomputed)
+            begin += self._bring(microbatch, begin)
+            recomputed = self._computed(begin, stage.forward_s)
+            self._note("recompute", microbatch, recomputed - stage.forward_s, recomputed)
             start = max(recomputed, given)
             end = max(start + stage.backward_s, self._interpreter.take(start, stage.backward_issue_s))
         else:
             begin = max(begin, given)  # [3]
-            end = self._computed(stage, begin, stage.forward_s + stage.backward_s)  # [5]
+            end = self._computed(begin, stage.forward_s + stage.backward_s)  # [5]
             worker.ran = begin
-            end += self._carry(stage, number, microbatch, begin)
+            end += self._carry(microbatch, begin)
             if stage.phase == "fused":
                 end = max(end, self._interpreter.take(begin, stage.backward_issue_s))
                 self._loss = max(self._loss, end - stage.backward_s)
             start = end - stage.forward_s - stage.backward_s
-        self._note(stage.phase, number, stage, microbatch, start, end)
+        self._note(stage.phase, microbatch, start, end)
         worker.free = end = max(end, beside[1])
         self._behind[stage.position] = begin + stage.lag_s, end
-        start, left = worker.down.copy_before(end, stage.bytes_out)
-        self._note("download_boundary", number, stage, microbatch, start, left)
-        self._left[microbatch] = left, number
+        left = self._note("download_boundary", microbatch, *worker.down.copy_before(end, stage.bytes_out))
+        self._left[microbatch] = left, self._number
         if stage.phase == "forward":
-            self._saved[microbatch, stage.position] = left, number
+            self._saved[microbatch, stage.position] = left, self._number
 
-    def _carry(self, stage: _SimulatedStage, number: int, microbatch: int, begin: float) -> float:
+    def _carry(self, microbatch: int, begin: float) -> float:
         """Send the products of a forward turn to the host, and return the seconds that calls wait for it. [14]"""
-        worker, waited = self._workers[number], 0.0
-        for one in stage.carried:
+        worker, waited = self._worker, 0.0
+        for one in self._stage.carried:
             before, last = worker.going_down
             waited = max(waited, before - begin - one.before_s)
             made = begin + one.before_s + waited + one.takes_s
-            self._note("download_boundary", number, stage, microbatch, *worker.down.copy_before(made, one.gives))
-            start, end = worker.down.copy_behind(made, one.nbytes)
-            self._note("download_boundary", number, stage, microbatch, start, end)
+            self._note("download_boundary", microbatch, *worker.down.copy_before(made, one.gives))
+            end = self._note("download_boundary", microbatch, *worker.down.copy_behind(made, one.nbytes))
             worker.going_down = last, end
             self._products[microbatch, one.call] = end
         return waited
 
-    def _bring(self, stage: _SimulatedStage, number: int, microbatch: int, begin: float) -> float:
+    def _bring(self, microbatch: int, begin: float) -> float:
         """Bring the products of a backward turn while the call before runs, and return how long calls wait. [14]"""
-        worker, waited = self._workers[number], 0.0
-        for one in stage.carried:
+        worker, waited = self._worker, 0.0
+        for one in self._stage.carried:
             ready = max(worker.ran, self._products.pop((microbatch, one.call)))
-            start, ready = worker.up.copy_between(ready, one.nbytes)
-            self._note("upload_boundary", number, stage, microbatch, start, ready)
+            ready = self._note("upload_boundary", microbatch, *worker.up.copy_between(ready, one.nbytes))
             waited = max(waited, ready - begin - one.before_s)
             worker.ran = begin + one.before_s + waited
         return waited
 
-    def _computed(self, stage: _SimulatedStage, begin: float, compute_s: float) -> float:
+    def _computed(self, begin: float, compute_s: float) -> float:
         """Return the end of a forward or a recomputation that begins at ``begin``. [11]"""
-        issued = self._interpreter.take(begin, stage.issue_s)
-        return issued + compute_s if stage.waits_for_device else max(begin + compute_s, issued)
+        issued = self._interpreter.take(begin, self._stage.issue_s)
+        return issued + compute_s if self._stage.waits_for_device else max(begin + compute_s, issued)
 
-    def _inputs(self, stage: _SimulatedStage, number: int, microbatch: int) -> float:
+    def _inputs(self, microbatch: int) -> float:
         """Return when a backward turn has its saved inputs."""
+        stage = self._stage
         if not stage.first or not stage.trained:
             return 0.0
         left, where = self._saved[microbatch, self._plan.stage_of_forward[stage.first - 1]]
-        return left + self._hop(where, number)
+        return left + self._hop(where)
 
-    def _given(self, stage: _SimulatedStage, number: int, microbatch: int) -> float:
+    def _given(self, microbatch: int) -> float:
         """Return when the outputs of the stage before are on this worker. [3] [9] [10]"""
-        left, where = self._left.get(microbatch, (0.0, number))
-        if not stage.position:
-            left, where = max(self._begin, left), number
-        if where != number or not stage.position:
-            start, left = self._workers[number].up.copy_before(left, stage.bytes_in)
-            self._note("upload_boundary", number, stage, microbatch, start, left)
-        return left + self._hop(where, number)
+        left, where = self._left.get(microbatch, (0.0, self._number))
+        if not self._stage.position:
+            left, where = max(self._begin, left), self._number
+        if where != self._number or not self._stage.position:
+            copied = self._worker.up.copy_before(left, self._stage.bytes_in)
+            left = self._note("upload_boundary", microbatch, *copied)
+        return left + self._hop(where)
 
-    def _hop(self, source: int, target: int) -> float:
-        return self._rules.host.hop_s if source != target else 0.0
+    def _hop(self, source: int) -> float:
+        return self._rules.host.hop_s if source != self._number else 0.0
 
-    def _note(self, kind: Kind, number: int, stage: _SimulatedStage, microbatch: int, start: float, end: float) -> None:
+    def _note(self, kind: Kind, microbatch: int, start: float, end: float) -> float:
+        """Keep an interval of work of the running slot, and return its end."""
         if self.events is not None and end > start:
-            self.events.append(
-                SimulatedEvent(kind, number, len(self.ends), self._slot, stage.position, microbatch, start, end)
-            )
+            at = self._number, len(self.ends), self._slot, self._stage.position
+            self.events.append(SimulatedEvent(kind, *at, microbatch, start, end))
+        return end

@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 from lightning_roundpipe.config import is_number, is_whole, parse_bytes
 from lightning_roundpipe.messages import did_you_mean
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.updates import ADAMW_BYTES, PIECE_BYTES, UpdateModel
@@ -143,14 +142,9 @@ class Hardware:
         return min(bandwidth, self.optimizer_bandwidth or bandwidth) * 4 / traffic
 
     def rules(
-        self,
-        staleness: Staleness,
-        copy_bytes: int = 0,
-        reduced_bytes: int | None = None,
-        *,
-        blocking: bool = False,
+        self, staleness: Staleness, copy_bytes: int = 0, reduced_bytes: int | None = None, *, blocking: bool = False,
         network: Network | None = None,
-    ) -> Rules:
+    ) -> Rules:  # fmt: skip
         """Return the rules of a simulation: the times of copies, of AdamW on the host, and of the interpreter.
 
         `roundpipe-plan` and the engine judge plans by these.
@@ -168,14 +162,9 @@ class Hardware:
         updates = UpdateModel(self.optimizer_rate(traffic), blocking=blocking, piece_bytes=PIECE_BYTES)
         host = HostTime(self.call_s, self.turn_s, self.hop_s, ahead=True)
         return Rules(
-            staleness=staleness, host=host, links=self.links(), updates=updates, sums_per_s=self.sum_rate,
-            network=network,
+            staleness=staleness, host=host, links=self.links(), updates=updates, network=network,
+            sums_per_s=self.optimizer_rate(12),  # gradients and their sum are read, and the sum is written
         )  # fmt: skip
-
-    @property
-    def sum_rate(self) -> float:
-        """Bytes of fp32 gradients a second that the host adds: they and the sum are read, the sum is written."""
-        return self.optimizer_rate(12)
 
 
 def read_hardware(path: Path) -> Hardware:

@@ -34,7 +34,6 @@ from typing import Any
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, Phase
-from lightning_roundpipe.planning.span import Span
 
 _TEXT = re.compile(
     r"forward (?P<forward>[^a-z]+|none) fused (?P<fused>[^a-z ]+) backward (?P<backward>[^a-z]+|none) "
@@ -42,6 +41,39 @@ _TEXT = re.compile(
     r"(?: carry (?P<carry>[^a-z]+)(?: from (?P<least>[0-9]{1,9}))?)?"
 )
 _EXAMPLE = "'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Calls ``first`` to ``last``, both included. Prints as ``4-7``, or ``5`` for a single call."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.last < self.first:
+            raise ValueError(
+                f"{self.first}-{self.last} is not a span of calls: write the lower call first, counting from 0. "
+                "(A backward stage, too, names its calls in ascending order; only the stages stand deepest first.)"
+            )
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def calls(self) -> range:
+        """The numbers of its calls, ascending."""
+        return range(self.first, self.last + 1)
+
+    @classmethod
+    def parse(cls, text: str) -> Span:
+        """The span that ``text`` prints; ``ValueError`` shows how one is written."""
+        match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text)
+        if not match:
+            raise ValueError(f"{text!r} is not a span of calls: write a call's number, like 5, or a range, like 4-7.")
+        return cls(int(match[1]), int(match[2] or match[1]))
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,12 @@ from functools import cache, partial
 import numpy as np
 
 from lightning_roundpipe.planning.batch import PERIOD_STEPS, MemoryTable, PlanShape, Sizes, Timing, plan_of, sizes_of
-from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import BESIDE, ahead_within, fits, unpacked_within
+from lightning_roundpipe.planning.memory import BESIDE
 from lightning_roundpipe.planning.partition import partition_within
-from lightning_roundpipe.planning.pipeline import Rules, Staleness, period_of_ends, step_ends
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.pipeline import step_ends
+from lightning_roundpipe.planning.problem import Problem
+from lightning_roundpipe.planning.schedule import Plan, Span
 from lightning_roundpipe.planning.seeds import round_choices, seeds
-from lightning_roundpipe.planning.span import Span
 
 SEARCH_SECONDS = 10.0
 """The default length of a search. It is a measure of work: no clock ends a search."""
@@ -60,33 +57,19 @@ _NEAR = 512
 
 
 def search_partition(
-    costs: Costs,
-    workers: int,
-    microbatches: int,
-    limits: Limits | None = None,
-    staleness: Staleness = 0,
-    host: HostTime | None = None,
-    search_seconds: float = SEARCH_SECONDS,
-    judge: Callable[[Plan], float] | None = None,
-    judged: int = 16,
-    also: Sequence[Plan] = (),
-) -> Plan:
-    """The plan with the shortest simulated step (staleness 0) or period of steps (staleness 1) that was found.
+    problem: Problem, search_seconds: float = SEARCH_SECONDS, judge: Callable[[Plan], float] | None = None,
+    judged: int = 16, also: Sequence[Plan] = (),
+) -> Plan:  # fmt: skip
+    """Return the plan with the shortest step (staleness 0) or period of steps (staleness 1) that was found.
 
     It is never worse than the paper's plan within the same limits (`paper_plan`) by ``judge``: the paper's plan is one
-    of those that are judged. So are rounds side by side (`Limits.beside`), whose time the search does not know.
+    of those that are judged. So are rounds side by side (`Problem.beside`), whose time the search does not know.
 
     Args:
-        costs: what each call costs for one microbatch.
-        workers: N.
-        microbatches: M of one step.
-        limits: what the plan has to keep to; by default `Limits.usual`.
-        staleness: 0: a step ends before the next begins; 1: steps overlap.
-        host: what the engine itself takes; by default nothing.
         search_seconds: how much work the search may be, in seconds of an ordinary core that also pay for a usual
             ``judge``; 0: nothing is searched, and the paper's plan is taken, or that of rounds side by side.
-        judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
-            leaves out; the lower the better, and infinite for what cannot be taken. By default the time without them.
+        judge: what the plan is to be best by; the lower the better, and infinite for what cannot be taken. By default
+            the simulated time by the problem's rules.
         judged: how many of the plans that are found ``judge`` is asked about.
         also: plans that may be taken where ``judge`` refuses those that are found.
 
@@ -95,50 +78,45 @@ def search_partition(
     """
     if not search_seconds >= 0:
         raise ValueError(f"search_seconds={search_seconds!r} must be 0 or more.")
-    limits, host = limits or Limits.usual(costs, workers, microbatches), host or HostTime()
-    judge = cache(judge or partial(_simulated_s, costs, workers, microbatches, Rules(staleness, host)))
-    beside = limits.beside(costs, workers, microbatches)
+    judge = cache(judge or partial(_simulated_s, problem))
+    beside = problem.beside()
     try:
-        baseline = baseline_within(costs, workers, microbatches, limits)
+        baseline = baseline_within(problem)
     except ValueError:
         if not beside:
             raise
         return min(beside, key=judge)
-    memory, searches = limits.memory, dict[bool, PlanSearch]()
-    plans = [ahead_within(baseline, costs, workers, memory), *also, *beside]
+    memory, searches = problem.memory, dict[bool, PlanSearch]()
+    plans = [problem.ahead(baseline), *also, *beside]
     if not search_seconds:
-        return min(unpacking_plans(plans, costs, workers, microbatches, limits), key=judge)
+        return min(unpacking_plans(plans, problem), key=judge)
 
-    def search(ahead: bool = True, roomy: bool = False, limits: Limits = limits, costs: Costs = costs) -> list[Plan]:
-        work = search_seconds * WORK_PER_SECOND
-        timing = Timing(costs, workers, microbatches, staleness, host.hop_s, work, ahead=ahead)
-        one = PlanSearch(timing, costs, limits, roomy=roomy)
+    def search(ahead: bool = True, roomy: bool = False, problem: Problem = problem) -> list[Plan]:
+        one = PlanSearch(Timing(problem, search_seconds * WORK_PER_SECOND, ahead=ahead), roomy=roomy)
         searches.setdefault(ahead, one)
         return one.run(baseline, judged)
 
     plans += (found := search())
     if any(not plan.forward for plan in (*found[:1], baseline)):
-        plans += partly_fused(costs, workers, microbatches, limits)
+        plans += partly_fused(problem)
     if memory is not None:  # without graphs of whole stages, these are larger
         plans += search(ahead=False)
-    if not found or not fits(found[0], costs, workers, memory, most=True):  # only the judge knows what copies cost
+    if not found or not problem.fits(found[0], most=True):  # only the judge knows what copies cost
         plans += search(ahead=False, roomy=True) + search(roomy=True)
     if isinstance(memory, tuple):  # where each worker does its share in what all have, more for one is no better
-        plans += search(limits=replace(limits, memory=min(memory)))
-    if memory is not None and any(call.unpacked_bytes for call in costs):
-        plans += search(costs=costs.holding_copies(microbatches, 1))
-    plans = [plan for plan in dict.fromkeys(plans) if fits(plan, costs, workers, memory)]
+        plans += search(problem=replace(problem, memory=min(memory)))
+    if memory is not None and any(call.unpacked_bytes for call in problem.costs):
+        plans += search(problem=replace(problem, costs=problem.costs.holding_copies(problem.microbatches, 1)))
+    plans = [plan for plan in dict.fromkeys(plans) if problem.fits(plan)]
 
     def near(plan: Plan) -> Iterator[Plan]:
-        for size in round_choices(microbatches, limits):
-            if fits(other := replace(plan, round_microbatches=size), costs, workers, memory):
+        for size in round_choices(problem):
+            if problem.fits(other := replace(plan, round_microbatches=size)):
                 yield other
         for other in searches.get(plan.recompute_ahead, searches[True]).near(plan):
-            once = bool(plan.unpack_once)
-            yield unpacked_within(other, costs, workers, microbatches, memory) if once else other
+            yield problem.unpacking_once(other) if plan.unpack_once else other
 
-    best = min(unpacking_plans(plans, costs, workers, microbatches, limits), key=judge)
-    return descent(best, judge, near, judged)
+    return descent(min(unpacking_plans(plans, problem), key=judge), judge, near, judged)
 
 
 def descent(plan: Plan, judge: Callable[[Plan], float], near: Callable[[Plan], Iterator[Plan]], judged: int) -> Plan:
@@ -157,14 +135,14 @@ def descent(plan: Plan, judge: Callable[[Plan], float], near: Callable[[Plan], I
     return best
 
 
-def _simulated_s(costs: Costs, workers: int, microbatches: int, rules: Rules, plan: Plan) -> float:
+def _simulated_s(problem: Problem, plan: Plan) -> float:
     """Return the seconds of a step from idle workers, or of each of many steps that overlap."""
-    if not rules.staleness:
-        return step_ends(plan, costs, workers, microbatches, rules)[0]
-    return period_of_ends(step_ends(plan, costs, workers, microbatches, rules, 2 * PERIOD_STEPS), PERIOD_STEPS)
+    if problem.rules.staleness:
+        return problem.period_s(plan, PERIOD_STEPS)
+    return step_ends(plan, problem.costs, problem.workers, problem.microbatches, problem.rules)[0]
 
 
-def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits) -> list[Plan]:
+def partly_fused(problem: Problem) -> list[Plan]:
     """Return plans that fuse an eighth of the calls, two eighths, and so on.
 
     Where everything is fused, all updates wait for the last microbatch, which only a judge sees. Recomputing some
@@ -172,54 +150,47 @@ def partly_fused(costs: Costs, workers: int, microbatches: int, limits: Limits) 
     """
     found = []
     for eighths in range(1, 8):
-        fewer = replace(limits, max_fused=min(limits.max_fused, len(costs) * eighths // 8))
+        most = min(problem.max_fused, len(problem.costs) * eighths // 8)
         with suppress(ValueError):
-            found.append(paper_plan(costs, workers, microbatches, fewer))
+            found.append(paper_plan(replace(problem, max_fused=most)))
     return list(dict.fromkeys(found))
 
 
-def unpacking_plans(plans: Iterable[Plan], costs: Costs, workers: int, microbatches: int, limits: Limits) -> list[Plan]:
-    """The plans, and others that unpack packed weights once: they themselves, where ``limits`` leaves room for the
-    copies, also in the smallest arena, and the paper's plan with stages that are cut for it.
+def unpacking_plans(plans: Iterable[Plan], problem: Problem) -> list[Plan]:
+    """The plans, and others that unpack packed weights once: they themselves, where there is room for the copies, also
+    in the smallest arena, and the paper's plan with stages that are cut for it.
     """
-    found, memory = list(plans), limits.memory
-    if memory is None or not any(call.unpacked_bytes for call in costs):
+    found, costs = list(plans), problem.costs
+    if problem.memory is None or not any(call.unpacked_bytes for call in costs):
         return found
     choices = list(found)
-    for copied in (costs.holding_copies(microbatches, stages) for stages in (BESIDE, 1)):
+    for stages in (BESIDE, 1):
         with suppress(ValueError):  # a layer does not fit beside its copies
-            cut = baseline_within(copied, workers, microbatches, limits)
-            cut = unpacked_within(cut, costs, workers, microbatches, memory)
-            choices += [cut, ahead_within(cut, costs, workers, memory)]
-    once = [
-        unpacked_within(plan, costs, workers, microbatches, memory, most=most)
-        for plan in choices
-        for most in (True, False)
-    ]
+            holding = replace(problem, costs=costs.holding_copies(problem.microbatches, stages))
+            cut = problem.unpacking_once(baseline_within(holding))
+            choices += [cut, problem.ahead(cut)]
+    once = [problem.unpacking_once(plan, most=most) for plan in choices for most in (True, False)]
     return list(dict.fromkeys([*found, *(plan for plan in once if plan.unpack_once)]))
 
 
-def baseline_within(costs: Costs, workers: int, microbatches: int, limits: Limits) -> Plan:
+def baseline_within(problem: Problem) -> Plan:
     """Return the paper's plan. Calls beyond the limit of the fused stage become a forward and a backward stage.
 
     Raises:
         ValueError: a cut at every call does not fit into memory.
     """
-    plan = partition_within(
-        costs, workers, microbatches, None, limits.memory, limits.min_round, max_round=limits.max_round
-    )
-    if len(plan.fused) > limits.max_fused + 1:
-        first = plan.fused.last - limits.max_fused
-        rest = Span(plan.fused.first, first - 1)
-        plan = Plan(
-            (*plan.forward, rest), Span(first, plan.fused.last), (rest, *plan.backward), plan.round_microbatches
-        )
-    return plan
+    plan, most = partition_within(problem), problem.max_fused
+    if len(plan.fused) <= most + 1:
+        return plan
+    first = plan.fused.last - most
+    rest = Span(plan.fused.first, first - 1)
+    fused = Span(first, plan.fused.last)
+    return Plan((*plan.forward, rest), fused, (rest, *plan.backward), plan.round_microbatches)
 
 
-def paper_plan(costs: Costs, workers: int, microbatches: int, limits: Limits) -> Plan:
+def paper_plan(problem: Problem) -> Plan:
     """Return `baseline_within` with recomputation ahead if memory allows it, for comparison with other plans."""
-    return ahead_within(baseline_within(costs, workers, microbatches, limits), costs, workers, limits.memory)
+    return problem.ahead(baseline_within(problem))
 
 
 @dataclass(order=True)
@@ -231,15 +202,16 @@ class _Found:
 
 
 class PlanSearch:
-    """Searches plans within limits, by the times and the work of ``timing``.
+    """Searches plans by the times and the work of ``timing``.
 
     ``roomy``: whether the arena is as large as is of use, so that weights come while the stage before runs.
     """
 
-    def __init__(self, timing: Timing, costs: Costs, limits: Limits, *, roomy: bool = False) -> None:
-        self._timing, self._limits, self._table = timing, limits, None
-        if limits.memory is not None:
-            self._table = MemoryTable(costs, timing.workers, limits.memory, ahead=timing.ahead, most=roomy)
+    def __init__(self, timing: Timing, *, roomy: bool = False) -> None:
+        problem, self._table = timing.problem, None
+        self._timing, self._max_fused, memory = timing, problem.max_fused, problem.memory
+        if memory is not None:
+            self._table = MemoryTable(problem.costs, problem.workers, memory, ahead=timing.ahead, most=roomy)
         self._random = np.random.default_rng(0)
         self._seeding_ends = timing.work_left * (1 - _SEEDING)
         self._count = 0
@@ -281,7 +253,7 @@ class PlanSearch:
     def _starts(self) -> list[_Found]:
         """Return starts, at most two of a shape."""
         timing, found, best = self._timing, list[_Found](), float("inf")
-        for shape, sizes in seeds(timing, self._limits):
+        for shape, sizes in seeds(timing):
             if timing.is_over() or timing.work_left < self._seeding_ends:
                 break
             sizes = sizes[timing.least_s(shape, sizes) < best * _HOPEFUL]
@@ -307,7 +279,7 @@ class PlanSearch:
 
     def _near(self, shape: PlanShape, sizes: Sizes) -> Sizes:
         """Return at most `_NEAR` of the plan's neighbours that keep to the limits, chosen at random."""
-        moves = neighbours(shape.forward, sizes, self._limits.max_fused + 1)
+        moves = neighbours(shape.forward, sizes, self._max_fused + 1)
         count, numbers = 0, self._chosen(np.arange(len(moves[0])), len(moves[0]))
         found = [sizes[None][:0]]
         for at in range(0, len(numbers), _NEAR):
@@ -323,7 +295,7 @@ class PlanSearch:
 
     def _allowed(self, shape: PlanShape, sizes: Sizes) -> Sizes:
         """Return the plans within the limits."""
-        sizes = sizes[sizes[:, shape.forward] <= self._limits.max_fused + 1]
+        sizes = sizes[sizes[:, shape.forward] <= self._max_fused + 1]
         if self._table is None or not len(sizes):
             return sizes
         self._timing.take_check(sizes)

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, PlanShape, Sizes, Timing
-from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.problem import Problem
 
 _RAMPS = (1.0, 0.6, 0.3)
 """Shortest stage of a pass relative to the longest, if stages grow evenly."""
@@ -36,34 +36,35 @@ _FUSED = 2.0
 """Most length of the fused stage relative to the longer mean, unless it holds only the last call."""
 
 
-def round_choices(microbatches: int, limits: Limits) -> list[int]:
+def round_choices(problem: Problem) -> list[int]:
     """Rounds worth trying: the largest allowed, equal parts of a step, and the smallest allowed and one more.
 
     One more than the number of workers is what hides a hop: each microbatch is there before its worker asks for it.
     """
-    lowest, most = min(limits.min_round, microbatches), min(limits.max_round or microbatches, microbatches)
+    microbatches = problem.microbatches
+    lowest, most = min(problem.min_round, microbatches), min(problem.max_round or microbatches, microbatches)
     fewest = -(-microbatches // most)
     parts = {-(-microbatches // rounds) for rounds in range(fewest, fewest + 4)}
     smallest = {lowest, min(lowest + 1, most)}
     return sorted({r for r in parts | smallest if lowest <= r}, reverse=True)
 
 
-def seeds(timing: Timing, limits: Limits) -> Iterator[tuple[PlanShape, Sizes]]:
+def seeds(timing: Timing) -> Iterator[tuple[PlanShape, Sizes]]:
     """Each shape with its first plans. With staleness 0, there are passes whose stages grow (forward) and shrink.
 
     Shapes of few stages come first, with such passes some of every kind: there is not always time for all. With
     unequal workers there are as many stages as let each of them come to one kind of worker, and its length is for that.
     """
-    pace, ramps = timing.pace, not timing.staleness
+    pace, ramps = timing.pace, not timing.problem.rules.staleness
     calls = len(pace.forward) - 1
-    most = min(limits.max_fused + 1, calls)
-    rounds = round_choices(timing.microbatches, limits)
+    most = min(timing.problem.max_fused + 1, calls)
+    rounds = round_choices(timing.problem)
     if most == calls:
         for members in rounds:
             yield PlanShape(0, 0, members), np.array([[calls]])
     both = pace.recompute + pace.backward
     fused = [count + 1 for count in _spread(0, min(most, calls - 1) - 1)] if calls > 1 else []
-    shares = _shares(timing, limits)
+    shares = _shares(timing)
     period = math.lcm(*map(_period, shares))
 
     @cache
@@ -102,14 +103,14 @@ def seeds(timing: Timing, limits: Limits) -> Iterator[tuple[PlanShape, Sizes]]:
                 yield PlanShape(forward, backward, members), np.concatenate(rows)
 
 
-def _shares(timing: Timing, limits: Limits) -> list[list[float]]:
+def _shares(timing: Timing) -> list[list[float]]:
     """Return shares of the work of unequal workers: by speed, by memory, and by the lesser of both."""
     shares = []
     if any(one is not timing.each[0] for one in timing.each):
         shares.append([timing.pace.fused[-1] / one.fused[-1] if one.fused[-1] else 1.0 for one in timing.each])
-    if isinstance(limits.memory, tuple):
-        mean = sum(limits.memory) / len(limits.memory)
-        shares.append([memory / mean for memory in limits.memory])
+    if isinstance(memory := timing.problem.memory, tuple):
+        mean = sum(memory) / len(memory)
+        shares.append([nbytes / mean for nbytes in memory])
     if len(shares) == 2:
         shares.append([*map(min, *shares)])
     return shares

@@ -53,12 +53,7 @@ class UpdateModel:
 
 
 class Updating:
-    """Simulates the optimizer's thread through all steps.
-
-    Args:
-        updates: rate and rules; None: updates take no time.
-        costs: costs of the calls.
-        links: links of gradients and weights.
+    """Simulates the optimizer's thread through all steps; ``updates`` None: they take no time.
 
     Attributes:
         free: end of the last update.

@@ -23,8 +23,7 @@ from typing import Any
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.engine.events import bubble_percent
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 

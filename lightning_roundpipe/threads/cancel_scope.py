@@ -23,8 +23,7 @@ class Cancelled(BaseException):
 class CancelScope:
     """The first error of a step, and the waiters that it wakes.
 
-    Args:
-        on_failure: called once, in the failing thread, to wake threads that wait for a device.
+    ``on_failure``: called once, in the failing thread, to wake threads that wait for a device.
     """
 
     def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
@@ -99,11 +98,7 @@ class CancelScope:
             raise Cancelled
 
     def wait(self, waiter: Waiter) -> None:
-        """Wait until ``waiter`` is woken.
-
-        Raises:
-            Cancelled: if the step has failed.
-        """
+        """Wait until ``waiter`` is woken. Raises `Cancelled` if the step has failed."""
         self._waiters.add(waiter)  # before the look at `failed`, which `fail` sets before it copies the set: no lock
         try:
             if not self.failed:

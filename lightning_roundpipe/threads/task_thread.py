@@ -114,8 +114,7 @@ class TaskThread:
 
         Until the caller calls `end_turn`, this thread runs nothing. Tasks that are submitted meanwhile run afterwards.
 
-        Returns:
-            Whether the calling thread has the turn.
+        Returns whether the calling thread has the turn.
         """
         with self._counting:
             if self._submitted:
@@ -134,22 +133,14 @@ class TaskThread:
         self._tasks.put(None)
 
     def join(self, deadline: float | None = None) -> bool:
-        """Wait for the thread to end after `stop`.
-
-        Args:
-            deadline: time on the monotonic clock until which to wait; None waits without limit.
-
-        Returns:
-            Whether the thread has ended.
-        """
+        """Wait for the end after `stop`, until ``deadline`` on the monotonic clock. Returns whether it has come."""
         return thread_end.join(self._thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def within(seconds: float, function: Callable[[], object]) -> bool:
     """Run ``function`` on a separate thread, and raise its exceptions here.
 
-    Returns:
-        False if it has not returned after ``seconds``; the thread is then left behind.
+    Returns False if it has not returned after ``seconds``; the thread is then left behind.
     """
     thread = TaskThread("roundpipe-resting")
     task = thread.submit(function)

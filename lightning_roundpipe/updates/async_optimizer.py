@@ -43,18 +43,14 @@ class AsyncOptimizer:
     """Applies gradients to masters, in the order of the windows.
 
     Args:
-        buckets: all buckets of the model, in forward order.
         pool: the memory of gradients, in which downloads wait for updates.
         optimizer: returns the one that the next step will use, which user code may replace; None if there is none.
         staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
-        scales: the loss scales.
         around: returns a context that the thread enters for as long as it lives.
         exchange: sums gradients over several machines; None if there is only one.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:
-        stepper: what the thread does.
-        optimizer: the optimizer.
         gradients: what windows have accumulated, and what ``.grad`` shows between steps. Call `settle` before its
             methods for the main thread.
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
@@ -63,16 +59,11 @@ class AsyncOptimizer:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[ParamBucket],
-        pool: GradientPool,
-        optimizer: Callable[[], Optimizer | None] = lambda: None,
-        staleness: int = 0,
-        scales: Scales | None = None,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        exchange: GradientExchange | None = None,
+        self, buckets: Sequence[ParamBucket], pool: GradientPool,
+        optimizer: Callable[[], Optimizer | None] = lambda: None, staleness: int = 0, scales: Scales | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext, exchange: GradientExchange | None = None,
         form: str = FP32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.buckets = list(buckets)
         self.staleness = staleness
         self._scales = scales or Scales()
@@ -90,13 +81,9 @@ class AsyncOptimizer:
         self._scales.fix(self.wanted, self.submitted)
 
     def begin(self, *, zero_grad: bool) -> None:
-        """Prepare for a window. If no step has followed the one before it, that one is accumulated.
+        """Prepare for a window, and raise what an update has raised.
 
-        Args:
-            zero_grad: whether to drop what was accumulated, as ``Optimizer.zero_grad`` does.
-
-        Raises:
-            Exception: what an update has raised.
+        If no step has followed the window before it, that one is accumulated; ``zero_grad`` drops what was accumulated.
         """
         self._raise_error()
         self.gradients.hide()
@@ -159,14 +146,10 @@ class AsyncOptimizer:
             bucket.publish(self.submitted)
 
     def settle(self, *, within_window: bool = False) -> None:
-        """Wait until everything submitted has been applied.
+        """Wait until everything submitted has been applied, and raise what an update has raised; once.
 
-        Args:
-            within_window: whether the last window goes on, and its loss may still be differentiated: its gradients stay
-                apart from those of earlier windows.
-
-        Raises:
-            Exception: what an update has raised; once.
+        ``within_window``: whether the last window goes on, and its loss may still be differentiated: its gradients stay
+        apart from those of earlier windows.
         """
         if not within_window:
             self._accumulate()
@@ -176,8 +159,7 @@ class AsyncOptimizer:
     def drop(self, error: BaseException) -> None:
         """After a failed step, finish what was submitted and drop the gradients of its window.
 
-        Args:
-            error: the error of the step. It gets a note if some layers had been stepped already.
+        ``error``: the error of the step. It gets a note if some layers had been stepped already.
         """
         window, self._window = self._window, None
         if window is not None:

@@ -59,7 +59,6 @@ class OptimizerStep:
         window: the gradients of its last window; None if that gave none.
         hyperparameters: a snapshot of when the step was submitted.
         clip: how to clip gradients; None leaves them.
-        partial_optimizer: steps some of the optimizer's parameters.
         scale: the loss scale, which the gradients of all its windows were multiplied by.
         outside: ids of the masters that the optimizer does not hold, whose gradients its ``zero_grad`` does not drop.
         keeps: see `WindowGradients`.
@@ -83,11 +82,7 @@ class BucketStepper:
     """Steps and publishes buckets. All methods run on the optimizer's thread.
 
     Args:
-        buckets: all buckets of the model, in forward order.
-        pool: the memory of gradients.
         gradients: what windows have accumulated.
-        staleness: see `AsyncOptimizer`.
-        scales: the loss scales.
         exchange: sums gradients over several machines; None if there is only one.
 
     Attributes:
@@ -296,25 +291,19 @@ class BucketStepper:
             self._publish_weights(step, wait=False)
             return
         for bucket in gathered:
-            self._refresh_and_finish(step, bucket)
+            self._finish(step, bucket)
 
     def _publish_weights(self, step: OptimizerStep, *, wait: bool) -> None:
         """Publish buckets whose weights have come from the machines that update them."""
         for bucket in self._exchange.weights(wait=wait) if self._exchange is not None else ():
-            self._refresh_and_finish(step, bucket)
-
-    def _refresh_and_finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
-        if not self._staleness:
-            bucket.refresh(trained_only=True)
-        self._finish(step, bucket)
+            self._finish(step, bucket)
 
     def _apply_parts(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
         """Step a large bucket part by part, while later parts are downloaded [4].
 
-        Returns:
-            False if nothing was done, as the bucket has to be stepped as a whole: it is small, its window gave no
-            gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or
-            `show` may need gradients that are narrow.
+        Returns False if nothing was done, as the bucket has to be stepped as a whole: it is small, its window gave no
+        gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or `show`
+        may need gradients that are narrow.
         """
         window, values, accumulated = step.window, step.hyperparameters, self._gradients.accumulated[bucket]
         if (
@@ -326,7 +315,7 @@ class BucketStepper:
         ):
             return False
         keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
-        if not step.partial_optimizer.steps_parts(values, keys):
+        if not step.partial_optimizer.steps_parts(values, set(keys)):
             return False
         self.applying = True
         masters = {id(master): master for master in bucket.masters}
@@ -344,11 +333,13 @@ class BucketStepper:
                     bucket.refresh_part(master, start, end)
         if step.keeps:
             self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
-        self._finish(step, bucket)
+        self._finish(step, bucket, refreshes=False)
         return True
 
-    def _finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
+    def _finish(self, step: OptimizerStep, bucket: ParamBucket, *, refreshes: bool = True) -> None:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
+        if refreshes and not self._staleness:
+            bucket.refresh(trained_only=True)
         self._gradients.accumulated[bucket].forget(step.outside)
         if step.window is not None:
             if step.window.readiness is not None:

@@ -19,7 +19,6 @@ class CurrentOptimizer:
 
     Args:
         get: returns the optimizer that the next step will use; None if there is none.
-        buckets: all buckets of the model.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:
@@ -39,10 +38,8 @@ class CurrentOptimizer:
         """Return what steps some of the parameters of ``optimizer``."""
         if self._partial is None or self._partial[0] is not optimizer:
             masters = list(self._masters.values())
-            self._partial = (
-                optimizer,
-                PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped, self.places),
-            )
+            made = PartialOptimizer(optimizer, masters, self._memory, self.form, self.mapped, self.places)
+            self._partial = optimizer, made
         return self._partial[1]
 
     def _memory(self, master: nn.Parameter) -> Tensor | SplitTensor:

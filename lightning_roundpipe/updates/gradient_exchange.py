@@ -90,7 +90,6 @@ class GradientExchange:
     """Sums gradients over machines.
 
     Args:
-        peers: the machines.
         buckets: all buckets of the model, in forward order, composed alike on each machine.
         dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
         shards: whether each bucket is updated on one machine only.
@@ -126,8 +125,7 @@ class GradientExchange:
     def set_asynchronous(self, asynchronous: bool) -> None:
         """Say who steps: the optimizer's thread, bucket by bucket, or the caller, who steps all parameters.
 
-        Raises:
-            RoundPipeError: the caller cannot, as this machine has not the state of all parameters any more.
+        Raises `RoundPipeError` if the caller cannot, as this machine has not the state of all parameters any more.
         """
         if self._asynchronous and not asynchronous and self.owner:
             raise RoundPipeError(
@@ -153,18 +151,14 @@ class GradientExchange:
         """
         kind = -1 if contribution is None else KINDS.index(contribution.kind)
         total = 0.0 if contribution is None else contribution.total
-        row = [float(kind), total, float(self._asynchronous and bool(self.owner))]
-        mine = torch.tensor(row, dtype=torch.float64)
+        mine = torch.tensor([float(kind), total, float(self._shares_out)], dtype=torch.float64)
         everyones = [row.tolist() for row in self.peers.gather(mine, "the weights of the windows", GRADIENTS)]
         if len({asynchronous for *_, asynchronous in everyones}) > 1:
-            names = [
-                self.peers.liveness.name_of(rank)
-                for rank, (*_, asynchronous) in enumerate(everyones)
-                if not asynchronous
-            ]
+            waiting = [rank for rank, (*_, asynchronous) in enumerate(everyones) if not asynchronous]
+            names = ", ".join(map(self.peers.liveness.name_of, waiting))
             raise RoundPipeError(
-                f"on {', '.join(names)} a hook, callback or optimizer needs gradients or weights after each batch, and "
-                "on other machines it does not: use the same callbacks on each machine, or set shard_optimizer=False."
+                f"on {names} a hook, callback or optimizer needs gradients or weights after each batch, and on other "
+                "machines it does not: use the same callbacks on each machine, or set shard_optimizer=False."
             )
         if contribution is None:
             return 0.0
@@ -185,8 +179,7 @@ class GradientExchange:
     def add(self, bucket: ParamBucket, gradients: Mapping[int, Tensor]) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
         """Send this machine's gradients of ``bucket`` [1], whose turn it must be. They may be overwritten.
 
-        Returns:
-            Buckets that are complete now, with their sums.
+        Returns buckets that are complete now, with their sums.
         """
         mine = dict(gradients)
         if not _trained(bucket):
@@ -307,11 +300,7 @@ class GradientExchange:
             self._weights.append(_InFlight(message, bucket, buffer, work))
 
     def weights(self, *, wait: bool) -> list[ParamBucket]:
-        """Return buckets whose new weights are there [6], each once.
-
-        Args:
-            wait: whether to wait for all.
-        """
+        """Return buckets whose new weights are there [6], each once. ``wait``: whether to wait for all."""
         while self._weights and (wait or self._weights[0].work.is_completed()):
             self._wait_oldest_weights()
         there, self._updated = self._updated, []
@@ -333,10 +322,7 @@ class GradientExchange:
     ) -> tuple[list[Tensor], bool]:
         """Return the norms of all gradients, in the order of ``keys``, and whether all machines have finite ones.
 
-        Args:
-            norms: norms of the gradients that this machine owns, by id of the master.
-            keys: ids of all masters that the optimizer has.
-            finite: whether the gradients that this machine owns are finite.
+        ``norms`` and ``finite`` are those of the gradients that this machine owns.
         """
         mine = torch.zeros((2, len(keys) + 1), dtype=torch.float64)
         for index, key in enumerate(keys):

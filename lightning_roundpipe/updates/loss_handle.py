@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.batches.weights import Contribution
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.param_buckets import ParamBucket
@@ -38,8 +37,8 @@ class StepGradients:
         factor: corrects the provisional total of the loss weights that the microbatches computed with.
         readiness: reports when the gradients of a bucket are complete, if they are taken bucket by bucket and ``.grad``
             stays untouched. None: all are complete, or will be once their downloads are waited for.
-        contribution: how much the window counts beside those of other machines; None if there are none.
-        share: returns the factor of a contribution, from an exchange with the other machines.
+        share: returns the factor of the window beside those of other machines, with which it exchanges theirs; None if
+            there are none.
 
     Attributes:
         scale: the factor to multiply the gradients by; None until a loss has been differentiated.
@@ -48,16 +47,12 @@ class StepGradients:
     """
 
     def __init__(
-        self,
-        sums: Sequence[HostGradSums],
-        proxies: Sequence[Proxies],
-        factor: float,
-        readiness: GradReadiness | None = None,
-        contribution: Contribution | None = None,
-        share: Callable[[Contribution], float] | None = None,
-    ) -> None:
-        self._contribution, self._share = contribution, share
-        self._sums = list(sums)
+        self, sums: Sequence[HostGradSums], proxies: Sequence[Proxies], factor: float,
+        readiness: GradReadiness | None = None, share: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        self._share = share
+        self.sums = list(sums)
+        """The host sums per call; empty once all have been released."""
         self._of: dict[ParamBucket, list[HostGradSums]] = defaultdict(list)
         for total in sums:
             self._of[total.layer.bucket].append(total)
@@ -79,9 +74,8 @@ class StepGradients:
 
         The masters are inputs of the last one alone: hooks of a parameter run where there is a gradient.
 
-        Args:
-            values: the value of each loss, and whether a microbatch's loss required grad. If not, backward raises, as
-                it would on the loss itself. If so and no master has a gradient, backward does nothing.
+        ``values``: the value of each loss, and whether a microbatch's loss required grad. If not, backward raises, as
+        it would on the loss itself. If so and no master has a gradient, backward does nothing.
         """
         last = max((i for i, (_, differentiable) in enumerate(values) if differentiable), default=None)
         self._losses = sum(differentiable for _, differentiable in values)
@@ -97,9 +91,8 @@ class StepGradients:
     def differentiated(self, scale: float) -> list[Tensor]:
         """Set `scale`: backward has reached one of the losses.
 
-        Returns:
-            With the last loss, the gradients of the masters that have one; an empty list before, and if they are taken
-            bucket by bucket.
+        Returns, with the last loss, the gradients of the masters that have one; an empty list before, and if they are
+        taken bucket by bucket.
         """
         self._losses -= 1
         if self.scale not in (None, scale * self._factor):
@@ -117,17 +110,17 @@ class StepGradients:
         if not self.masters and self._share is None:
             return []
         self.weigh()
-        for total in self._sums:
+        for total in self.sums:
             total.handed_out = True
-        taken = self._taken(self._sums, self._user_code())
+        taken = self._taken(self.sums, self._user_code())
         self.release()
         return [taken.pop(id(master)) for master in self.masters]
 
     def weigh(self) -> None:
         """Multiply `scale` by the share of this batch in those of all machines. Call it once, on each machine."""
-        if self._share is not None and self._contribution is not None:
+        if self._share is not None:
             assert self.scale is not None
-            self.scale *= self._share(self._contribution)
+            self.scale *= self._share()
 
     def take(self, bucket: ParamBucket) -> dict[int, Tensor]:
         """Return the gradients of a ready bucket by id of the master, scaled in place.
@@ -169,22 +162,17 @@ class StepGradients:
             first.add_(other)
         return first
 
-    @property
-    def sums(self) -> Sequence[HostGradSums]:
-        """The host sums per call; empty once all have been released."""
-        return self._sums
-
     def arrive(self) -> None:
         """Wait until all sums are on the host."""
-        for total in self._sums:
+        for total in self.sums:
             total.wait()
 
     def release(self, bucket: ParamBucket | None = None) -> None:
         """Give back the memory of the gradients of ``bucket``, by default of all buckets."""
-        for total in self._sums if bucket is None else self._of[bucket]:
+        for total in self.sums if bucket is None else self._of[bucket]:
             total.release()
         if bucket is None:
-            self._sums, self._proxies = [], []
+            self.sums, self._proxies = [], []
             self._of.clear()
 
     def _user_code(self, masters: set[int] | None = None) -> list[tuple[nn.Parameter, Tensor]]:

@@ -54,11 +54,7 @@ class Accumulated:
     def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
         """Return the sum for numbers ``start`` to ``end`` of one gradient, accumulated, in the last window, or both.
 
-        Args:
-            key: id of the master.
-            gradient: these numbers of the last window's gradient; None if it has none.
-            start: the first number.
-            end: behind the last number.
+        ``gradient``: these numbers of the last window's gradient; None if it has none.
         """
         if key not in self._present:
             assert gradient is not None
@@ -89,7 +85,6 @@ class WindowGradients:
     """See above.
 
     Args:
-        buckets: all buckets of the model, in forward order.
         outside: returns the ids of the masters that the optimizer does not hold. A step does not use their gradients.
 
     Attributes:
@@ -127,8 +122,7 @@ class WindowGradients:
 
         User code may write to these gradients, replace or drop them: that counts, as in plain training.
 
-        Args:
-            after_step: whether plain training still has the gradients that a step has used.
+        ``after_step``: whether plain training still has the gradients that a step has used.
         """
         if not (after_step or self.is_open) and self._shown is None:
             self.forget(frozenset())  # validation begins with the module's zero_grad, which reaches all parameters

@@ -21,11 +21,7 @@ _PURPOSE = "optimizer steps"
 
 
 class WorkerPlace:
-    """See above.
-
-    Args:
-        device: the worker's device.
-    """
+    """See above."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

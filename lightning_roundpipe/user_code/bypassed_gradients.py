@@ -47,8 +47,6 @@ class Borrowing(TorchFunctionMode):
 
     Args:
         masters: ids of all masters.
-        lender: provides stand-ins.
-        device: the device that the layer runs on.
         known: masters that the layer has computed with before.
         own: the replica's parameters, in order.
 
@@ -113,10 +111,7 @@ _READ = {*VIEWS, DATA, DTYPE, Tensor.device.__get__}
 
 
 class Accumulators:
-    """The accumulator nodes of all trained masters, with a prehook on each.
-
-    The nodes are kept alive. Otherwise each graph would get new ones, without the hooks.
-    """
+    """The accumulator nodes of all trained masters, with a prehook. They are kept, or graphs make new ones."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, tuple[Any, RemovableHandle]] = {}

@@ -41,7 +41,6 @@ class Gradients:
     """The gradients of one call's outputs, or of its inputs.
 
     Args:
-        count: number of tensors.
         layer: name of the layer, for errors.
         home: device on which autograd makes these gradients; None for the host.
 
@@ -78,9 +77,7 @@ class Gradients:
         self.parts, self.arrivals, self.expected, self.closed = [()] * count, 0, False, False
 
     def add(self, index: int, gradient: Tensor, home: Device | None) -> None:
-        """Add a part of one gradient, which is on ``home``.
-
-        Parts are summed from first to last, wherever they are, so that no plan changes a bit.
+        """Add a part of one gradient, which is on ``home``. Parts are summed in order, so that no plan changes a bit.
 
         Raises:
             RoundPipeError: the backward of the call is over, or has not begun.
@@ -192,13 +189,9 @@ def filled_like(loss: Tensor, seed: float) -> Tensor:
 class InputEdge:
     """Where the gradient of a call's input goes on.
 
-    Args:
-        tensor: the input.
-        home: the device that it is on; None for the host.
-
     Attributes:
-        node: the node that has made the input.
-        output: which of the node's outputs it is.
+        home: the device that the input is on; None for the host.
+        node, output: the node that has made the input, and which of its outputs it is.
         edge: where backward goes on in user code; None if the input is the output of a call as it is.
     """
 
@@ -223,15 +216,7 @@ class InputEdge:
 def refuse_across(
     outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], masters: Iterable[nn.Parameter] = ()
 ) -> None:
-    """Refuse user code that differentiates ``outputs`` by ``inputs`` across a layer: gradients would stop there.
-
-    Args:
-        outputs, inputs: the arguments of `torch.autograd.grad`.
-        masters: those that inputs stand for.
-
-    Raises:
-        RoundPipeError: an input is reached through a layer alone, or through a layer, too.
-    """
+    """Raise if user code differentiates ``outputs`` by ``inputs``, or the ``masters`` behind these, across a layer."""
     wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
     near = nodes_of(t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs))
     waiting = [node.gradients for node in near if isinstance(node, _Node)]
@@ -279,8 +264,8 @@ def _refuse_across(layer: str) -> NoReturn:
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Do what ``tensor.register_hook(hook)`` does, for user code.
 
-    A gradient may come in parts, one for each layer that takes ``tensor``, and a hook must see their sum. On a layer's
-    output it therefore runs when the call's backward is due. On any other tensor a second part is refused.
+    A gradient may come in parts, one for each layer that takes ``tensor``, and a hook must see their sum. So on a
+    layer's output it runs when the call's backward is due, and on any other tensor a second part is refused.
     """
     if isinstance(tensor.grad_fn, _Node):
         hooks = tensor.grad_fn.gradients.hooks.setdefault(tensor.output_nr, OrderedDict())

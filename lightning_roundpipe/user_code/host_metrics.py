@@ -11,9 +11,6 @@ class HostMetrics:
 
     Predictions come from the device on which a microbatch ends, and targets from the host. Lightning computes a metric
     at the end of an epoch, outside the mode that brings them together, and a GPU would hold all of them until then.
-
-    Args:
-        module: the module with the metrics.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -19,22 +19,14 @@ from lightning_roundpipe.devices.base import stage
 
 
 class HostToDeviceCopier:
-    """Copies host tensors of one microbatch.
-
-    Args:
-        accelerator: the type of the devices; None if they are the host.
-        devices: devices that host tensors move to.
-    """
+    """Copies one microbatch's host tensors to ``devices`` of a type (``accelerator``; None if these are the host)."""
 
     def __init__(self, accelerator: str | None, devices: Sequence[Device]) -> None:
         self._accelerator = accelerator
         self._devices = devices
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the result of the torch function ``name`` if it copies host data to a device, else None.
-
-        These are ``Tensor.to``, ``Tensor.cuda``, ``torch.tensor``, ``torch.as_tensor`` and ``Tensor.new_tensor``.
-        """
+        """Return the result of ``to``, ``cuda``, ``tensor``, ``as_tensor`` or ``new_tensor`` on a device, else None."""
         if name in ("to", "cuda"):
             if args[0].device.type != "cpu" or (asked := _parse_move(name, args[1:], kwargs)) is None:
                 return None
@@ -68,7 +60,7 @@ class HostToDeviceCopier:
         """Return a differentiable copy on ``where`` in ``dtype``. Host tensors without grad do not block the host [1].
 
         The cast happens on the host, as in torch's own copies. Between GPUs torch copies, ordered by both compute
-        streams (`Device.activate`). To the host torch copies too, and the host waits.
+        streams (`Device.activate`).
         """
         device = next((d for d in self._devices if d.torch_device == where), None)
         if device is None or not _is_plain(tensor) or tensor.requires_grad:
@@ -88,19 +80,14 @@ def _parse_move(
     """Return the device and dtype asked of ``Tensor.to`` or ``cuda``; None without device or with memory format."""
     if name == "cuda":
         device = args[0] if args else kwargs.get("device")
-        return None if len(args) > 1 or kwargs.get("memory_format") else (_cuda(device), None)
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return None if len(args) > 1 or kwargs.get("memory_format") else (device, None)
     parse: Any = torch._C._nn._parse_to
     try:
         device, dtype, _, memory_format = parse(*args[:3], **{k: v for k, v in kwargs.items() if k != "copy"})
     except (RuntimeError, TypeError):  # invalid arguments: torch itself will report them
         return None
     return None if device is None or memory_format is not None else (device, dtype)
-
-
-def _cuda(device: Any) -> torch.device:
-    if isinstance(device, int):
-        return torch.device("cuda", device)
-    return torch.device("cuda" if device is None else device)
 
 
 def _is_plain(tensor: Tensor) -> bool:

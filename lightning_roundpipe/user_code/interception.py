@@ -25,8 +25,7 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 class Interceptor:
     """Stands in for one layer's ``forward``, which it asks the thread's context, a microbatch, to `call`.
 
-    Attributes:
-        own: the module's own instance attribute ``forward``, if it was patched; restored after the step.
+    ``own`` is the module's own instance attribute ``forward``, if it was patched; restored after the step.
     """
 
     is_interceptor = True
@@ -101,12 +100,9 @@ def intercepted(
 
 @contextlib.contextmanager
 def without_caches(root: nn.Module) -> Iterator[list[str]]:
-    """Switch off key-value caches and gradient checkpointing of Hugging Face models.
+    """Switch off key-value caches and gradient checkpointing of Hugging Face models, and yield the settings' names.
 
-    The recomputation would fill a cache a second time. Checkpointing would recompute what is recomputed anyway.
-
-    Yields:
-        The names of the settings that are off.
+    A recomputation would fill a cache a second time, and checkpointing would repeat what is recomputed anyway.
     """
     configs = {
         id(config): config for module in root.modules() if (config := getattr(module, "config", None)) is not None

@@ -56,10 +56,8 @@ class UserCodeMode(TorchFunctionMode):
     Args:
         masters: ids of all the user's parameters.
         read: returns the values of a trained master, after waiting for its last update.
-        formats: dtypes in which user code sees masters.
         train: whether to replace masters; evaluation only follows devices and dtypes.
-        accelerator: the device type that host tensors move to; None if host and device are the same.
-        devices: devices that host tensors move to.
+        accelerator: the type of the ``devices``, to which host tensors move; None if these are the host.
         run_unlocked: runs a wait for a device while other microbatches may run user code.
         buffers: the layers' buffers; pending values are settled before user code reads a buffer.
         targets: counts the targets of mean cross entropies; None if nobody asks.
@@ -67,10 +65,8 @@ class UserCodeMode(TorchFunctionMode):
 
     Attributes:
         returning: whether a backward runs; what it computes is not a loss.
-        targets: the argument; an empty one if it is None.
         met_others: whether user code has computed with a trained ``nn.Parameter`` that is no master.
-        met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it; empty
-            if there is none.
+        met_buffer: a buffer of a layer that user code has read or written after calls of the step had changed it.
     """
 
     def __init__(
@@ -142,7 +138,8 @@ class UserCodeMode(TorchFunctionMode):
         if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return self._hooked(func, args, kwargs)
         if self._replaces:
-            if args and self._sees_copy(args[0]) and IN_PLACE.fullmatch(name):
+            first: Any = args[0] if args else None  # its copy cannot be written to in a master's place
+            if self._is_master(first) and self._formats.differ_now(first) and IN_PLACE.fullmatch(name):
                 self.refuse_write("writes to", args[0])
             else:
                 args, kwargs = self._with_proxies(args, kwargs)
@@ -161,10 +158,7 @@ class UserCodeMode(TorchFunctionMode):
     def _backward(
         self, tensors: Sequence[Any], grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
     ) -> None:
-        """Run ``torch.autograd.backward``, and user code in it under this mode.
-
-        Torch leaves the mode around its own function.
-        """
+        """Run ``torch.autograd.backward``, for which torch leaves the mode, and user code in it under it."""
         grad_list = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(tensors)
         grads = torch.autograd._make_grads(tensors, grad_list, is_grads_batched=False)
         retain = create_graph if retain_graph is None else retain_graph
@@ -206,10 +200,6 @@ class UserCodeMode(TorchFunctionMode):
         if self._replaces:
             args, _ = self._with_proxies(args, {})
         return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
-
-    def _sees_copy(self, value: Any) -> bool:
-        """Whether ``value`` is a master that is seen in another dtype: its copy cannot be written to in its place."""
-        return isinstance(value, nn.Parameter) and self._is_master(value) and self._formats.differ_now(value)
 
     def refuse_write(self, does: str, master: nn.Parameter) -> None:
         """Raise an error in training: user code ``does`` something to a master of which it sees a copy."""
@@ -271,8 +261,8 @@ class UserCodeMode(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move operands to one device: that of the tensor that ``name`` writes to, else that of the device operands.
 
-        Plain Lightning keeps a module's buffers and a metric's state on the GPU; here they stay on the host. So an
-        update of such a tensor brings its operands to the host and waits for them.
+        A module's buffers and a metric's state stay on the host here, so an update of such a tensor brings its operands
+        there and waits for them.
         """
         if name in _MIX_DEVICES:
             return args, kwargs
@@ -291,8 +281,9 @@ class UserCodeMode(TorchFunctionMode):
         several = any(home != where for home in there)
         if not (host or several):
             return args, kwargs
-        if target is None and several:
-            where = _newest(there)
+        if target is None and several:  # the one that the microbatch is on now, so that its tensor need not move
+            now = torch.device(where.type, torch.accelerator.current_device_index())
+            where = now if now in there else there[-1]
 
         def follow(tensor: Tensor) -> Tensor:
             home = tensor.device
@@ -315,8 +306,8 @@ class UserCodeMode(TorchFunctionMode):
 def leave_untraced(function: Callable[..., Any]) -> None:
     """Let torch's compiler neither trace ``function`` nor compile what it calls, if the compiler is imported.
 
-    A function that user code has compiled itself (``@torch.compile`` on a loss) would be compiled together with the
-    mode, once for each operation, until the compiler gives up with warnings. Its operations run one by one instead.
+    A function that user code has compiled would be compiled together with the mode, once for each operation, until the
+    compiler gives up with warnings. Its operations run one by one instead.
     """
     if "torch._dynamo" in sys.modules:
         _leave_untraced(function)
@@ -345,9 +336,3 @@ def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     if written is None and args and (IN_PLACE.fullmatch(name) or (name.startswith("_foreach") and name.endswith("_"))):
         written = args[0]
     return next((leaf for leaf in tree_iter(written) if isinstance(leaf, Tensor)), None)
-
-
-def _newest(there: list[torch.device]) -> torch.device:
-    """Return the GPU of several that the microbatch is on now, so that its tensor need not move; else the last one."""
-    now = torch.device(there[0].type, torch.accelerator.current_device_index())
-    return now if now in there else there[-1]

@@ -43,8 +43,7 @@ class _Held(NamedTuple):
     Attributes:
         holder: the module, or the parameter whose ``requires_grad`` this is.
         registry: the dict of the module that holds it: of its submodules, parameters, buffers or other attributes.
-        value: the object; `_ABSENT` if there is none.
-        values: of a tensor that was written in place, a copy.
+        value: the object; `_ABSENT` if there is none. ``values``: a copy, of a tensor that was written in place.
     """
 
     holder: Holder
@@ -138,9 +137,6 @@ def observed_writes() -> Iterator[None]:
 class SharedAttributes:
     """The attributes of a model that several views set.
 
-    Args:
-        root: the model.
-
     Attributes:
         persistent: those that views have set, unless they put them back [2].
         restored: those that a view has changed, so that others could see it, and no view has left changed [3].
@@ -164,13 +160,7 @@ class SharedAttributes:
         self.restored.discard(place)
 
     def see_end(self, place: Place, *, left: bool, differed: bool) -> None:
-        """Note how a view has treated an attribute.
-
-        Args:
-            place: the attribute.
-            left: whether it leaves it changed.
-            differed: whether others could have seen it changed in between.
-        """
+        """Note whether a view has left an attribute changed, and whether others could have seen it changed."""
         if left:
             self.make_persistent(place)
         elif differed and place not in self._left:
@@ -184,7 +174,8 @@ class SharedAttributes:
         self.start: dict[Place, _Held] = {}
         self._latest: dict[Place, dict[AttributeView, _Held]] = {}
         """What views have set, by place, the latest one last."""
-        self._views = itertools.count()
+        self.numbers = itertools.count()
+        """Places of views in their order."""
         self.present: AttributeView | None = None
         self.hooks = AttributeView(self)
         self._buffers: dict[int, tuple[nn.Module, str]] | None = None
@@ -195,10 +186,6 @@ class SharedAttributes:
         if self._buffers is None:
             self._buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
         return self._buffers
-
-    def number(self) -> int:
-        """Return the place of a new view in the order of views."""
-        return next(self._views)
 
     def note(self, place: Place, view: AttributeView, held: _Held) -> None:
         """Note what a view has set."""
@@ -257,17 +244,14 @@ class SharedAttributes:
 
 
 class AttributeView:
-    """What one microbatch, one batch of an evaluation, or hooks have set on modules.
+    """What one microbatch, one batch of an evaluation, or hooks have set on modules: ``values``, by place.
 
-    Attributes:
-        values: what its sections of user code have left, by place.
-        number: its place in the order of views.
-        ended: whether its user code is over.
+    ``number`` is its place in the order of views, and it has ``ended`` when its user code is over.
     """
 
     def __init__(self, state: SharedAttributes) -> None:
         self.state = state
-        self.number, self.ended = state.number(), False
+        self.number, self.ended = next(state.numbers), False
         self.values: dict[Place, _Held] = {}
         self._found: dict[Place, Any] = {}
         """What places held before it wrote to them for the first time."""

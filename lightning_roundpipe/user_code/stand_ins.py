@@ -20,11 +20,8 @@ Copies = dict[tuple[int, torch.device, int], Tensor]
 class Proxies:
     """One microbatch's stand-ins for the masters that user code reads.
 
-    A stand-in is a leaf of its own with the master's values; it collects the microbatch's gradient.
-
-    Args:
-        read: returns the values of a master.
-        copies: what has been copied for the step's microbatches so far.
+    A stand-in is a leaf of its own with the master's values; it collects the microbatch's gradient. ``copies`` are
+    those that have been made for the step's microbatches so far.
     """
 
     def __init__(self, read: Callable[[nn.Parameter], Tensor], copies: Copies | None = None) -> None:

@@ -36,12 +36,7 @@ class TorchThreadState(NamedTuple):
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...], thread_locals: Sequence[threading.local] = ()) -> TorchThreadState:
-        """Capture the calling thread's modes.
-
-        Args:
-            device_types: device types that compute (``cpu``, ``cuda``).
-            thread_locals: see `thread_locals_of`.
-        """
+        """Capture the calling thread's modes, for devices of these types, and the contents of ``thread_locals``."""
         autocast = tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types])
         local = tuple([_Local(value, dict(vars(value))) for value in thread_locals])
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, local)
@@ -107,10 +102,7 @@ class _Local:
 
 
 def thread_locals_of(root: nn.Module) -> tuple[threading.local, ...]:
-    """Return the ``threading.local`` objects of the user's code: module-level ones beside its classes, and attributes.
-
-    Those of torch, Lightning and the standard library are left out.
-    """
+    """Return the ``threading.local`` objects beside the classes of the user's code, and among its attributes."""
     files = {kind.__module__ for module in root.modules() for kind in type(module).__mro__}
     places = [vars(sys.modules[name]) for name in files if name in sys.modules and not _LIBRARIES.match(name)]
     held = [value for place in (*places, *map(vars, root.modules())) for value in list(place.values())]

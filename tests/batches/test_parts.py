@@ -1,10 +1,7 @@
 """Cutting a batch into parts, and putting their values together."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import UserDict
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ class Fields:
 
 
 @given(samples=st.integers(1, 50), count=st.integers(1, 60))
-def test_parts_cover_the_batch_in_order(samples: int, count: int) -> None:
+def test_parts_cover_the_batch_in_order(samples, count):
     """A sample that is in no part, or an empty part, would change the loss or crash the step."""
     x = torch.arange(samples)
     parts = cut(x, count, None)
@@ -37,21 +34,21 @@ def test_parts_cover_the_batch_in_order(samples: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [None, 3])
-def test_an_empty_batch_is_one_microbatch(count: int | None) -> None:
+def test_an_empty_batch_is_one_microbatch(count):
     """Plain training runs it: a mean over nothing is NaN, which is then the user's to see."""
     empty = torch.ones(0, 2)
     assert cut({"x": empty}, count, None if count else 3)[0]["x"] is empty
 
 
-def test_microbatches_need_an_element() -> None:
+def test_microbatches_need_an_element():
     with pytest.raises(ValueError, match="needs at least one microbatch"):
         cut(Microbatches([]), None, None)
 
 
-def test_parts_are_views_and_the_batch_is_not_changed() -> None:
+def test_parts_are_views_and_the_batch_is_not_changed():
     """A batch of images is not copied, and callbacks are given the whole batch after the step."""
     x = torch.arange(10).reshape(5, 2)
-    batch: Any = {"enc": BatchEncoding({"ids": x}), "user": UserDict(ids=x), "fields": Fields(x), "list": [x, None]}
+    batch = {"enc": BatchEncoding({"ids": x}), "user": UserDict(ids=x), "fields": Fields(x), "list": [x, None]}
     first, second = cut(batch, 2, None)
     for part, rows in ((first, x[:3]), (second, x[3:])):
         assert type(part["enc"]) is BatchEncoding and type(part["user"]) is UserDict and part["list"][1] is None
@@ -65,11 +62,11 @@ def test_parts_are_views_and_the_batch_is_not_changed() -> None:
     ("part", "samples"),
     [(torch.ones(3, 2), 3), ({"scalar": torch.tensor(1.0), "names": ["a"], "x": torch.ones(5)}, 5), (["a", "b"], 1)],
 )
-def test_samples_of_a_microbatch(part: Any, samples: int) -> None:
+def test_samples_of_a_microbatch(part, samples):
     assert samples_in(part) == samples
 
 
-def test_outputs_of_parts_are_joined() -> None:
+def test_outputs_of_parts_are_joined():
     """Rows are put behind each other; of everything else the last part's value is kept."""
     parts = [
         {"rows": torch.ones(3), "name": "a", "table": torch.ones(5), "once": torch.ones(3)},
@@ -82,7 +79,7 @@ def test_outputs_of_parts_are_joined() -> None:
     assert joined(["a", "b"], [1, 1]) == "b"
 
 
-def test_weighted_mean_loses_nothing() -> None:
+def test_weighted_mean_loses_nothing():
     """Summed in double precision. A part that weighs nothing counts for nothing, as a mean over no targets is NaN."""
     assert weighted_mean([torch.tensor(0.1)] * 1000, [1.0] * 1000) == torch.tensor(0.1)
     assert weighted_mean([torch.tensor(1.0, dtype=torch.bfloat16)], [1.0]).dtype == torch.bfloat16

@@ -1,14 +1,11 @@
 """What console commands share: name=value, one-line errors, exit codes, formats, and a clean standard output."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from patience import PATIENCE_S
@@ -21,7 +18,7 @@ from lightning_roundpipe.commands.console import CLOSED_PIPE
 from lightning_roundpipe.config import parse_bytes
 
 
-def parser() -> Parser:
+def parser():
     made = Parser("roundpipe-probe", "Tries every kind of option.", ["file=a.json"], ["lora"])
     add_option(made, "file", "what to read")
     add_option(made, "workers", "how many", whole(1, 8), "N")
@@ -31,7 +28,7 @@ def parser() -> Parser:
     return made
 
 
-def test_values_are_read_whichever_way_they_are_written() -> None:
+def test_values_are_read_whichever_way_they_are_written():
     values, settings = parser().read(
         ["file=a=b", "--workers", "2", "--rate=1e-3", "memory=2GiB", "lora.r=[1, 2]", "--lora.x=3"]
     )
@@ -53,9 +50,7 @@ def test_values_are_read_whichever_way_they_are_written() -> None:
         (["file=a", "memory=lots"], "memory='lots' is not a size"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["roundpipe-probe", *arguments])
     assert run("roundpipe-probe", lambda given: Answer(data=parser().read(given))) == 2
     captured = capsys.readouterr()
@@ -63,8 +58,6 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert captured.err.startswith("roundpipe-probe: ") and message in captured.err
     assert captured.err.count("\n") == 1
 
-
-# -- answers -----------------------------------------------------------------------------------------------------------
 
 LONG = f"plan='{'forward [b]0-3[/b]; ' * 20}'"
 ANSWER = Answer(
@@ -77,7 +70,7 @@ ANSWER = Answer(
 )
 
 
-def test_text_has_all_parts_and_breaks_neither_numbers_nor_what_is_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_has_all_parts_and_breaks_neither_numbers_nor_what_is_pasted(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     lines = ANSWER.printed().splitlines()
     assert lines[0] == "Fits: 3 tokens/s." and lines[-1] == LONG
@@ -86,10 +79,8 @@ def test_text_has_all_parts_and_breaks_neither_numbers_nor_what_is_pasted(monkey
     assert lines.index("What would fit:") < lines.index("Assumed something.")
 
 
-def test_only_the_answer_is_on_standard_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def answer(arguments: Any) -> Answer:
+def test_only_the_answer_is_on_standard_output(monkeypatch, capsys):
+    def answer(arguments):
         print("a library talks")
         return Answer(data={"name": "x" * 200}, form="json", code=1)
 
@@ -100,18 +91,16 @@ def test_only_the_answer_is_on_standard_output(
     assert captured.err == "a library talks\n"
 
 
-def test_csv_has_a_column_for_each_value() -> None:
+def test_csv_has_a_column_for_each_value():
     data = {"fits": True, "model": "a, b", "stages": [1], "host_memory": {"needed_bytes": 3, "items": []}, "lora": None}
     assert Answer(data=data, form="csv").printed() == 'fits,model,host_memory.needed_bytes,lora\nTrue,"a, b",3,\n'
 
 
-def _raise(error: Exception) -> Any:
+def _raise(error):
     raise error
 
 
-def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(monkeypatch, capsys):
     """What was raised by this package is about the user's input; what a library or a test raised is not."""
     monkeypatch.setattr(sys, "argv", ["roundpipe-probe"])
     for error in (ValueError("not ours"), KeyError("bug")):
@@ -123,10 +112,7 @@ def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(
     assert "no/such" in capsys.readouterr().err
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_reader_that_stops_early_is_no_error() -> None:
+def test_a_reader_that_stops_early_is_no_error():
     """Without a word: neither a traceback, nor what Python says when it flushes at exit."""
     code = (
         "import sys\n"
@@ -163,7 +149,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
         ("export", ["run=no/such", "to=out"]),
     ],
 )
-def test_mistyped_names_are_reported_before_torch_is_imported(command: str, arguments: list[str]) -> None:
+def test_mistyped_names_are_reported_before_torch_is_imported(command, arguments):
     code = (
         f"import sys; from lightning_roundpipe.commands.{command} import main; code = main(); "
         "sys.exit(3 if 'torch' in sys.modules else code)"
@@ -172,7 +158,7 @@ def test_mistyped_names_are_reported_before_torch_is_imported(command: str, argu
 
 
 @pytest.mark.parametrize("program", ["roundpipe-plan", "roundpipe-export", "roundpipe-train"])
-def test_every_command_says_its_version(program: str) -> None:
+def test_every_command_says_its_version(program):
     script = Path(sys.executable).with_name(program)
     done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
@@ -180,9 +166,7 @@ def test_every_command_says_its_version(program: str) -> None:
 
 
 @pytest.mark.parametrize("command", [plan, export])
-def test_help_is_short_and_its_examples_are_right(
-    command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_short_and_its_examples_are_right(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["roundpipe", "--help"])
     with pytest.raises(SystemExit, match="0"):
         command.main()

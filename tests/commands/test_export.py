@@ -1,9 +1,6 @@
 """``roundpipe-export``: what it prints, writes and refuses."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,25 +11,20 @@ from lightning_roundpipe.commands.export import main
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+def run(tmp_path_factory):
     """A run with adapters on the strategy's emulated devices, and its logits."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     module = train(folder, "lora=all_linear", "strategy=roundpipe", "trainer.devices=2")
     return folder, logits(module.model)
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | None:
+def command(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["roundpipe-export", *map(str, arguments)])
     return main()
 
 
 @pytest.mark.slow
-def test_a_run(
-    run: tuple[Path, torch.Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run(run, tmp_path, monkeypatch, capfd):
     folder, wanted = run
     monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, f"run={folder}", "to=out", "max_shard_size=300KB") == 0
@@ -59,14 +51,7 @@ def test_a_run(
         (["run={run}", "to=out", "ckpt=last.ckpt"], "ckpt=last.ckpt is not there: name a file of {run}/checkpoints."),
     ],
 )
-def test_mistakes(
-    arguments: list[str],
-    message: str,
-    run: tuple[Path, torch.Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes(arguments, message, run, tmp_path, monkeypatch, capfd):
     """One line, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, *(text.format(run=run[0]) for text in arguments)) == 2

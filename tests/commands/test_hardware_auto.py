@@ -1,43 +1,38 @@
 """``roundpipe-plan hardware=auto``: the file that it writes, probes on emulated and on played GPUs, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import fake_cuda
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_roundpipe.commands import hardware_probes, this_machine
-from lightning_roundpipe.commands.hardware_probes import probe
+from lightning_roundpipe.commands import this_machine
+from lightning_roundpipe.commands.this_machine import probe
 from lightning_roundpipe.devices import DeviceOutOfMemory
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.planning.nominal import EMULATED, GPU
-from lightning_roundpipe.planning.profile import Hardware, read_hardware
+from lightning_roundpipe.planning.profile import read_hardware
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """A machine with little free memory, and short measurements."""
-    monkeypatch.setattr(hardware_probes, "_SECONDS", 1e-3)
-    monkeypatch.setattr(hardware_probes, "free_bytes", lambda: 8 * 2**20)
+    monkeypatch.setattr(this_machine, "_SECONDS", 1e-3)
+    monkeypatch.setattr(this_machine, "free_bytes", lambda: 8 * 2**20)
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str]]:
+def gpus(monkeypatch, quick):
     """By number, the names of two GPUs that are played."""
     names = dict.fromkeys(range(2), "NVIDIA H100")
-    made: list[CudaDevice] = []
+    made = []
 
-    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
+    def make(kind, torch_devices, *_):
         assert (kind, torch_devices) == ("cuda", [torch.device("cuda", i) for i in range(len(torch_devices))])
         made[:] = [CudaDevice(i, torch.device("cpu"), "off", 1) for i in range(len(torch_devices))]
         numbers = itertools.cycle(names)
@@ -48,29 +43,29 @@ def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, 3 * 2**30))
-    monkeypatch.setattr(hardware_probes, "make_devices", make)
+    monkeypatch.setattr(this_machine, "make_devices", make)
     yield names
     assert all(device._switch.closed for device in made)
 
 
 @pytest.fixture
-def command(plan_command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def command(plan_command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     return plan_command
 
 
-def is_plausible(machine: Hardware) -> bool:
+def is_plausible(machine):
     numbers = [value for value in vars(machine).values() if isinstance(value, float)]
     return all(0 < number < math.inf for number in [*numbers, *machine.flops.values(), machine.host_memory])
 
 
-def test_emulated_devices_share_the_processor(quick: None) -> None:
-    said: list[str] = []
+def test_emulated_devices_share_the_processor(quick):
+    said = []
     found = probe(2, said.append)
     machine = found
     assert is_plausible(machine) and machine.emulated
     assert (machine.workers, machine.memory) == (2, None)
-    assert machine.host_memory == hardware_probes.total_bytes() > 2**28
+    assert machine.host_memory == this_machine.total_bytes() > 2**28
     assert machine.matmul_efficiency == machine.memory_efficiency == 1
     assert 0 < (machine.attention_efficiency or 0) <= 1
     assert said[0] == "2 emulated devices, as torch sees no GPU" and "bf16 products" in said
@@ -79,13 +74,13 @@ def test_emulated_devices_share_the_processor(quick: None) -> None:
 class TestGpus:
     """Played on the CPU: what is enqueued is done at once."""
 
-    def test_all_of_them_are_measured_together(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
-        computing: list[int] = []
+    def test_all_of_them_are_measured_together(self, gpus, monkeypatch):
+        computing = []
         acquire = CudaDevice.acquire_core
         monkeypatch.setattr(
             CudaDevice, "acquire_core", lambda device: computing.append(device.index) or acquire(device)
         )
-        said: list[str] = []
+        said = []
         found = probe(None, said.append)
         machine = found
         assert is_plausible(machine) and not machine.emulated
@@ -93,8 +88,8 @@ class TestGpus:
         assert computing.count(0) == computing.count(1) > 0
         assert said[0] == "2 CUDA devices"
 
-    def test_a_full_gpu_is_named(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
-        def full(device: CudaDevice, nbytes: int, purpose: str) -> Tensor:
+    def test_a_full_gpu_is_named(self, gpus, monkeypatch, command):
+        def full(device, nbytes, purpose):
             raise DeviceOutOfMemory(f"{nbytes} bytes for {purpose} do not fit.")
 
         monkeypatch.setattr(CudaDevice, "allocate", full)
@@ -110,10 +105,7 @@ class TestGpus:
         assert not list(Path().iterdir())
 
 
-# -- the file --------------------------------------------------------------------------------------------------------
-
-
-def test_the_file_gives_the_same_numbers(tmp_path: Path) -> None:
+def test_the_file_gives_the_same_numbers(tmp_path):
     odd = replace(
         GPU, kernel_s=1.03e-05, hop_s=9.51e-05, issue_s=1.94e-06, upload=956e6, download=0.1 + 0.2,
         memory_efficiency=1.0, attention_efficiency=0.182, optimizer_bandwidth=37.2e9, call_s=5e-4, turn_s=0.0,
@@ -124,15 +116,12 @@ def test_the_file_gives_the_same_numbers(tmp_path: Path) -> None:
     assert read_hardware(file) == odd
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+def measured(monkeypatch):
     """The workers that were asked for; nothing is measured."""
-    asked: list[int | None] = []
+    asked = []
 
-    def instead(workers: int | None, say: Callable[[str], None]) -> Hardware:
+    def instead(workers, say):
         asked.append(workers)
         for what in ("4 emulated devices", "links", "optimizer"):
             say(what)
@@ -143,7 +132,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return asked
 
 
-def test_alone_it_writes_and_prints_the_file(command: Any, measured: list[int | None]) -> None:
+def test_alone_it_writes_and_prints_the_file(command, measured):
     code, out, err = command("hardware=auto", "workers=3")
     assert (code, measured) == (0, [3])
     assert out == Path("my-host.local.yaml").read_text()
@@ -154,7 +143,7 @@ def test_alone_it_writes_and_prints_the_file(command: Any, measured: list[int | 
     )
 
 
-def test_with_a_model_it_plans_with_the_file(command: Any, measured: list[int | None]) -> None:
+def test_with_a_model_it_plans_with_the_file(command, measured):
     options = ("model=tiny_llama", "sequence_length=64", "search_seconds=0", "microbatch_size=1", "format=json")
     code, out, err = command(*options, "hardware=auto", "hardware_file=here.yaml")
     assert code == 0 and "here.yaml has the numbers" in err
@@ -178,9 +167,7 @@ def test_with_a_model_it_plans_with_the_file(command: Any, measured: list[int | 
         (("model=tiny_llama",), "hardware=auto measures this machine"),
     ],
 )  # fmt: skip
-def test_mistakes_are_found_before_anything_is_measured(
-    command: Any, measured: list[int | None], given: tuple[str, ...], message: str
-) -> None:
+def test_mistakes_are_found_before_anything_is_measured(command, measured, given, message):
     Path("my-host.local.yaml").write_text("mine")
     code, out, err = command(*given)
     assert (code, out, measured) == (2, "", [])
@@ -189,7 +176,7 @@ def test_mistakes_are_found_before_anything_is_measured(
 
 
 @pytest.mark.slow
-def test_this_machine(command: Any) -> None:
+def test_this_machine(command):
     """For real; how fast it is, is not tested."""
     assert command("hardware=auto", "hardware_file=a.yaml", "workers=2")[0] == 0
     machine = read_hardware(Path("a.yaml"))

@@ -1,14 +1,11 @@
 """``roundpipe-plan model=``: what it answers and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import huggingface_hub
 import pytest
@@ -18,7 +15,6 @@ from transformers import LlamaConfig
 from lightning_roundpipe.commands import plan
 from lightning_roundpipe.commands.machines import choose_machine, read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape
 from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.schedule import Plan
@@ -31,11 +27,11 @@ LORA = ("attention", "all_linear")
 
 
 @pytest.fixture
-def command(plan_command: Any) -> Any:
+def command(plan_command):
     return plan_command
 
 
-def test_json_says_all_that_the_table_does(command: Any) -> None:
+def test_json_says_all_that_the_table_does(command):
     code, out, err = command(*TINY_4090, "format=json", "microbatches=8", "microbatch_size=4", "workers=2")
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -57,7 +53,7 @@ def test_json_says_all_that_the_table_does(command: Any) -> None:
     assert host["AdamW's two moments, fp32"] == 8 * weights
 
 
-def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_whole(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = command(*TINY)
     assert (code, err) == (0, "")
@@ -70,7 +66,7 @@ def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch) -> No
         assert text in " ".join(out.split())
 
 
-def test_the_faster_way_is_named_for_a_model_that_a_gpu_holds(command: Any) -> None:
+def test_the_faster_way_is_named_for_a_model_that_a_gpu_holds(command):
     options = [*TINY_4090, "workers=2", "microbatches=4", "microbatch_size=2"]
     found = json.loads(command(*options, "format=json")[1])
     rate = found["data_parallel_tokens_per_s"]
@@ -81,7 +77,7 @@ def test_the_faster_way_is_named_for_a_model_that_a_gpu_holds(command: Any) -> N
     ) in " ".join(command(*options)[1].split())
 
 
-def test_pictures_and_traces(command: Any, tmp_path: Path) -> None:
+def test_pictures_and_traces(command, tmp_path):
     picture, trace = tmp_path / "plan.png", tmp_path / "plan.trace.json"
     options = [*TINY_4090, "microbatches=4", "microbatch_size=2", "workers=2", "staleness=1", "format=json"]
     code, out, err = command(*options, f"picture={picture}", f"trace={trace}")
@@ -101,7 +97,7 @@ def test_pictures_and_traces(command: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_with_adapters(command: Any, tmp_path: Path) -> None:
+def test_experts_with_adapters(command, tmp_path):
     """Their weights are adapted as parameters, which PEFT does under an autocast that needs a device with one."""
     settings = {
         "model_type": "qwen3_moe",
@@ -122,7 +118,7 @@ def test_experts_with_adapters(command: Any, tmp_path: Path) -> None:
     assert 0 < trained[0] < trained[1]
 
 
-def test_a_plan_of_ones_own_is_judged(command: Any) -> None:
+def test_a_plan_of_ones_own_is_judged(command):
     """The one that was found gets the same figures, another one others; it is checked like the engine's."""
     options = (*TINY_4090[:3], "format=json", "microbatches=8", "microbatch_size=2", "workers=2")
     found = json.loads(command(*options, "search_seconds=0.1")[1])
@@ -140,7 +136,7 @@ def test_a_plan_of_ones_own_is_judged(command: Any) -> None:
     assert json.loads(command(*options, f"plan={other}", f"memory={fitting // 2}")[1])["fits"] is False
 
 
-def test_a_plan_that_carries_says_what_it_takes(command: Any) -> None:
+def test_a_plan_that_carries_says_what_it_takes(command):
     plan = "forward 0-2 3-5; fused 6-8; backward 3-5 0-2; round 4"
     options = ("model=tiny_llama", "hardware=cpu", "sequence_length=64", "microbatch_size=2")
     text = " ".join(command(*options, f"plan={plan}; carry 1-3")[1].split())
@@ -160,7 +156,7 @@ def test_a_plan_that_carries_says_what_it_takes(command: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_an_answer_with_what_would(command: Any) -> None:
+def test_what_does_not_fit_is_an_answer_with_what_would(command):
     """Each was tried: with its settings, the same command has the same figure. The least change is first."""
     options = [*TINY_4090[:2], "sequence_length=256", "microbatch_size=4", "precision=32-true"]
     options += ["search_seconds=0", "memory=4MB"]
@@ -181,7 +177,7 @@ def test_what_does_not_fit_is_an_answer_with_what_would(command: Any) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_that_is_said(command: Any) -> None:
+def test_where_nothing_fits_that_is_said(command):
     code, out, _ = command(*TINY_4090, "memory=30KB", "microbatch_size=2")
     text = " ".join(out.split())
     assert code == 1 and "What would fit" not in out
@@ -192,7 +188,7 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> None:
+def test_a_host_that_is_too_small_is_told_how_much_is_enough(command):
     """It is enough, and 1 MiB less is not."""
     options = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=256", "search_seconds=0", "microbatches=8")
     code, out, _ = command(*options, "host_memory=1MiB", "format=json")
@@ -205,7 +201,7 @@ def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> No
 
 
 @pytest.mark.slow
-def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: Any, tmp_path: Path) -> None:
+def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command, tmp_path):
     options = (*TINY_4090, "microbatches=8", "workers=4", "microbatch_size=1")
     code, out, _ = command(*options, "format=json", f"trace={tmp_path / 'steps.json'}")
     found = json.loads(out)
@@ -227,7 +223,7 @@ def test_rounds_run_side_by_side_where_worker_and_host_have_the_memory(command: 
 # -- never slower than under the paper's plan --------------------------------------------------------------------------
 
 
-def rates(shape: ModelShape, wish: Wish) -> tuple[float, float]:
+def rates(shape, wish):
     """Tokens a second that are printed: under our plan, and under the paper's; 0: it does not fit."""
     ours, papers = (look_at(shape, replace(wish, partitioner=by), longest=False) for by in ("search", "paper"))
     assert ours.fits == papers.fits
@@ -235,7 +231,7 @@ def rates(shape: ModelShape, wish: Wish) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("workers", "memory", "staleness"), [(1, None, 0), (8, 1_000_000, 1)])
-def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | None, staleness: Literal[0, 1]) -> None:
+def test_never_slower_than_under_the_papers_plan(workers, memory, staleness):
     """By the printed figure, for a given size of microbatches and for the automatic one, whatever the limit."""
     wish = Wish(
         model="tiny_llama", hardware="rtx4090x8", workers=workers, lora="none", precision="bf16-mixed",
@@ -264,7 +260,7 @@ def test_never_slower_than_under_the_papers_plan(workers: int, memory: int | Non
         (("gpu=rtx4090", "gpus=2", "host_memory=64GiB"), "2 x RTX 4090", 64, 102.4e9),
     ],
 )
-def test_any_number_of_a_known_gpu(given: tuple[str, ...], title: str, host: int, bandwidth: float) -> None:
+def test_any_number_of_a_known_gpu(given, title, host, bandwidth):
     values, _ = plan.parser().read(given)
     names = ("hardware", "gpu", "gpus", "workers", "host_memory")
     found, assumed = choose_machine(*(values.get(name) for name in names))
@@ -275,7 +271,7 @@ def test_any_number_of_a_known_gpu(given: tuple[str, ...], title: str, host: int
     assert len(assumed) == 1 + ("workers" in values)
 
 
-def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> None:
+def test_what_is_assumed_of_the_host_is_said(command, tmp_path):
     options = ("model=tiny_llama", "search_seconds=0", "sequence_length=32")
     text = " ".join(command(*options, "hardware=rtx4090x8", "workers=4")[1].split())
     assert "Assumed of the host: 1,024 GiB (or set host_memory=), 410 GB/s of memory bandwidth" in text
@@ -289,7 +285,7 @@ def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> No
 # -- unequal devices -------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_two_kinds(command: Any, tmp_path: Path) -> None:
+def test_a_file_of_two_kinds(command, tmp_path):
     text = (ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text()
     kinds = "kinds:\n- {title: A, workers: 5}\n- {title: B, workers: 3, memory: 12GiB, upload: 12e9}\n"
     file = tmp_path / "machine.yaml"
@@ -314,12 +310,12 @@ def test_a_file_of_two_kinds(command: Any, tmp_path: Path) -> None:
     assert (code, err.count("\n")) == (2, 1) and "workers=4 takes some of several kinds of GPU" in err
 
 
-def test_devices_behind_an_uplink_share_it(command: Any, tmp_path: Path) -> None:
+def test_devices_behind_an_uplink_share_it(command, tmp_path):
     text = (ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text()
     file = tmp_path / "machine.yaml"
     options = ("model=tiny_llama", "sequence_length=64", "microbatches=8", "microbatch_size=1")
 
-    def speed(*arguments: str) -> float:
+    def speed(*arguments):
         code, out, err = command(*options, f"hardware={file}", "search_seconds=0", "format=json", *arguments)
         assert (code, err) == (0, "")
         return float(json.loads(out)["tokens_per_s"])
@@ -345,7 +341,7 @@ def test_devices_behind_an_uplink_share_it(command: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> None:
+def test_the_longest_sequence_is_the_longest(command, tmp_path):
     """What is found fits, and one bucket more does not; the budget is named."""
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
@@ -370,10 +366,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         ((), "Say what to plan for: model=NAME gpu=NAME gpus=NUMBER, as in model=llama3_1_8b"),
         (("model=qwen3_32b",), "the machine is missing: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090 gpus=4"),
         (("model=qwen3_32b", "gpus=4"), "gpus=4 does not say which: give gpu=NAME gpus=NUMBER, as in gpu=rtx4090"),
-        (
-            ("model=qwen3_32b", "gpu=rtx4070"),
-            "There is no gpu=rtx4070. Did you mean rtx4090? Known are a10040gb",
-        ),
+        (("model=qwen3_32b", "gpu=rtx4070"), "There is no gpu=rtx4070. Did you mean rtx4090? Known are a10040gb"),
         (("model=qwen3_32b", "gpu=a100"), "There is no gpu=a100. Did you mean a10040gb or a10080gb? Known are"),
         (("model=qwen3_32b", "gpu=rtx4090x4"), "gpu=rtx4090x4 says how many, too: write gpu=rtx4090 gpus=4, or hard"),
         (("model=qwen3_32b", "gpu=rtx4090", "host_memory=64"), "host_memory='64' says bytes, as it has no unit: write"),
@@ -395,10 +388,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=smollm2", "hardware=cpu"), "has no shape of its own"),
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
         ((*TINY[:2], "lora=all"), "Allowed are all_linear, attention, moe_experts, none"),
-        (
-            (*TINY[:2], "precision=8-true"),
-            "must be one of 32-true, bf16-mixed, bf16-true, 16-mixed, 16-true, fp8",
-        ),
+        ((*TINY[:2], "precision=8-true"), "must be one of 32-true, bf16-mixed, bf16-true, 16-mixed, 16-true, fp8"),
         (
             ("model=tiny_llama", "hardware=rtx4090x2+rtx3090x2", "precision=fp8"),
             "RTX 3090 has no rate of fp8 products (flops.fp8). GPUs before Ada and Hopper cannot multiply in fp8",
@@ -417,7 +407,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         ((*TINY[:2], "reduce_dtype=bf16"), "reduce_dtype='bf16' is no format"),
     ],
 )
-def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_one_line(command, arguments, message):
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")
     assert message in err
@@ -432,14 +422,14 @@ def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message
         ('{"model_type": "clip"}', "makes no causal language model"),
     ],
 )
-def test_broken_configurations(command: Any, tmp_path: Path, text: str, message: str) -> None:
+def test_broken_configurations(command, tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     code, out, err = command(f"model={tmp_path / 'config.json'}", "hardware=cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
 
-def test_a_model_of_the_hub_that_is_in_the_cache(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_that_is_in_the_cache(command, tmp_path, monkeypatch):
     """Without the network: its config.json is found where the hub's client keeps it."""
     commit = "0" * 40
     folder = tmp_path / "models--someone--tiny"
@@ -467,7 +457,7 @@ def test_a_model_of_the_hub_that_is_in_the_cache(command: Any, tmp_path: Path, m
         (("workers: 8", "workers: 8\nuplink: 0"), "uplink=0 must be a number of more than 0"),
     ],
 )
-def test_broken_machines(command: Any, tmp_path: Path, change: tuple[str, str], message: str) -> None:
+def test_broken_machines(command, tmp_path, change, message):
     text = (ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text()
     assert change[0] in text
     (tmp_path / "machine.yaml").write_text(text.replace(*change, 1))
@@ -476,14 +466,14 @@ def test_broken_machines(command: Any, tmp_path: Path, change: tuple[str, str], 
     assert message in err
 
 
-def test_all_machines_can_be_read(command: Any) -> None:
+def test_all_machines_can_be_read(command):
     for path in sorted((ROOT / "conf" / "hardware").glob("*.yaml")):
         code, out, err = command("model=tiny_llama", f"hardware={path.stem}", "search_seconds=0", "sequence_length=32")
         assert (code, err) == (0, ""), path
         assert out.startswith("Fits: ")
 
 
-def test_positions_beyond_the_configurations_are_offered_and_never_assumed(command: Any) -> None:
+def test_positions_beyond_the_configurations_are_offered_and_never_assumed(command):
     given = (*TINY[:2], "search_seconds=0", "microbatch_size=1", "format=json")
     offered = json.loads(command(*given, "max_positions=1024")[1])
     assert (offered["longest_sequence"], offered["limited_by"]) == (1024, "max_positions=1024")
@@ -501,12 +491,12 @@ def test_positions_beyond_the_configurations_are_offered_and_never_assumed(comma
 
 
 @pytest.mark.slow
-def test_tiles_of_tokens_are_planned_where_they_are_needed(command: Any) -> None:
+def test_tiles_of_tokens_are_planned_where_they_are_needed(command):
     """As the strategy's ``token_tiles``. They are proposed for what does not fit otherwise."""
     given = ("model=tiny_llama", "hardware=rtx4090x2", "microbatches=2", "microbatch_size=1", "search_seconds=0")
     given = (*given, "sequence_length=4096", "max_positions=8192", "format=json")
 
-    def planned(*more: str) -> Any:
+    def planned(*more):
         return json.loads(command(*given, *more)[1])
 
     whole, tiled, named = planned(), planned("token_tiles=512"), planned("token_tiles=mlp:512")
@@ -524,7 +514,7 @@ def test_tiles_of_tokens_are_planned_where_they_are_needed(command: Any) -> None
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def test_commands_in_the_documents_are_right() -> None:
+def test_commands_in_the_documents_are_right():
     """They parse, and what they name without a path is in the package."""
     text = "\n".join(file.read_text() for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     lines = re.findall(r"^roundpipe-plan (.*)$|`roundpipe-plan ([^`]*=\w[^`]*)`", text, flags=re.MULTILINE)
@@ -537,7 +527,7 @@ def test_commands_in_the_documents_are_right() -> None:
             choose_machine(hardware, gpu, *others)
 
 
-def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_snippet_runs(capsys):
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), flags=re.DOTALL)
     assert snippets
     for snippet in snippets:
@@ -545,7 +535,7 @@ def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("(")
 
 
-def test_slower_links_stand_beside_an_answer_that_assumes_them(command: Any, tmp_path: Path) -> None:
+def test_slower_links_stand_beside_an_answer_that_assumes_them(command, tmp_path):
     options = ("model=tiny_llama", "search_seconds=0", "sequence_length=64", "microbatches=4")
     text = " ".join(command(*options, "gpu=rtx4090", "gpus=2")[1].split())
     said = re.search(

@@ -1,19 +1,21 @@
 """``roundpipe-plan model.quantization=``: what packed weights change of an answer, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.commands.choices import make_model, read_config, with_adapters
-from lightning_roundpipe.commands.packed_weights import Quantization, packed_weights, read_quantization
+from lightning_roundpipe.commands.choices import (
+    Quantization,
+    make_model,
+    packed_weights,
+    read_config,
+    read_quantization,
+    with_adapters,
+)
 from lightning_roundpipe.planning.packing import pack
 
 TINY = ("model=tiny_llama", "hardware=rtx4090x8", "sequence_length=64", "search_seconds=0", "lora=all_linear")
@@ -22,18 +24,17 @@ LINEAR = 6 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 
 
 @pytest.fixture
-def command(plan_command: Any) -> Any:
+def command(plan_command):
     return plan_command
 
 
-def answer(command: Any, *arguments: str) -> dict[str, Any]:
+def answer(command, *arguments):
     code, out, err = command(*arguments, "format=json")
     assert err == "" and code in (0, 1)
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return json.loads(out)
 
 
-def host(found: dict[str, Any]) -> dict[str, int]:
+def host(found):
     return {item["name"]: item["bytes"] for item in found["host_memory"]["items"]}
 
 
@@ -45,10 +46,10 @@ def host(found: dict[str, Any]) -> dict[str, int]:
         (("model.quantization=int8",), "int8"),
     ],
 )
-def test_the_host_holds_frozen_weights_packed(command: Any, settings: tuple[str, ...], name: str) -> None:
+def test_the_host_holds_frozen_weights_packed(command, settings, name):
     plain, packed = answer(command, *TINY), answer(command, *TINY, *settings)
     before, after = host(plain), host(packed)
-    form: Any = name.split()[0]
+    form = name.split()[0]
     shapes = [(64, 64)] * 2 + [(32, 64)] * 2 + [(128, 64)] * 2 + [(64, 128)]
     bytes_of_all = 6 * sum(pack(shape, form, "8 bits" in name, 2).nbytes for shape in shapes)
     assert after.pop(f"frozen weights, {name}") == bytes_of_all
@@ -66,7 +67,7 @@ def test_the_host_holds_frozen_weights_packed(command: Any, settings: tuple[str,
 
 
 @pytest.mark.slow
-def test_packed_weights_travel_in_less_time_and_take_more_to_compute(command: Any) -> None:
+def test_packed_weights_travel_in_less_time_and_take_more_to_compute(command):
     """A quarter of the bytes, and the copies on top of each product."""
     plan = "plan=forward 0-2 3-5; fused 6-8; backward 4-5 2-3 0-1; round 16"
     options = tuple(text for text in TINY if not text.startswith("search"))
@@ -79,7 +80,7 @@ def test_packed_weights_travel_in_less_time_and_take_more_to_compute(command: An
 
 
 @pytest.mark.slow
-def test_the_answer_says_how_they_are_counted(command: Any) -> None:
+def test_the_answer_says_how_they_are_counted(command):
     text = " ".join(command(*TINY, "model.quantization=nf4")[1].split())
     assert re.search(r"frozen weights are in nf4 with scales in 8 bits \(model.quantization=\), [\d.]+ bits each", text)
     assert "In each stage, products of all microbatches read one copy (unpack once). The others are counted" in text
@@ -92,7 +93,7 @@ def test_the_answer_says_how_they_are_counted(command: Any) -> None:
     assert "Experts are computed together" in " ".join(command(*experts)[1].split())
 
 
-def test_embeddings_the_output_layer_norms_routers_and_adapters_stay_as_they_are() -> None:
+def test_embeddings_the_output_layer_norms_routers_and_adapters_stay_as_they_are():
     name = "tiny_qwen3_235b_a22b"
     base = make_model(read_config(name)[0], name, "bf16-mixed")
     packed = packed_weights(base, Quantization("nf4"))
@@ -104,11 +105,11 @@ def test_embeddings_the_output_layer_norms_routers_and_adapters_stay_as_they_are
     assert {tuple(w.shape[:-2]) for w in packed} == {(), (8,)}
 
 
-def test_routers_that_are_linear_layers_stay_as_they_are() -> None:
+def test_routers_that_are_linear_layers_stay_as_they_are():
     class Experts(nn.Module):
         is_transposed = has_gate = False
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.down = nn.Parameter(torch.empty(4, 8, 8, device="meta"), requires_grad=False)
 
@@ -119,7 +120,7 @@ def test_routers_that_are_linear_layers_stay_as_they_are() -> None:
     assert set(packed_weights(root, Quantization("nf4"))) == {block.shared.weight, block.experts.down}
 
 
-def test_a_checkpoint_that_bitsandbytes_packed_is_planned_for_as_it_is(command: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_that_bitsandbytes_packed_is_planned_for_as_it_is(command, tmp_path):
     config = read_config("tiny_llama")[0].to_dict()
     packed = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     config["quantization_config"] = {**packed, "bnb_4bit_use_double_quant": False}
@@ -134,7 +135,7 @@ def test_a_checkpoint_that_bitsandbytes_packed_is_planned_for_as_it_is(command: 
 
 
 @pytest.mark.slow
-def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command: Any) -> None:
+def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command):
     """With adapters alone, and together with them; each with the figures of the same command."""
     options = ("model=tiny_llama", "gpu=rtx4090", "sequence_length=64", "search_seconds=0", "microbatches=4")
     options = (*options, "microbatch_size=1", "model.intermediate_size=4096")
@@ -176,16 +177,16 @@ def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command: An
         ),
     ],
 )
-def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_one_line(command, arguments, message):
     names = [text.partition("=")[0] for text in arguments]
     code, out, err = command(*(text for text in TINY if text.partition("=")[0] not in names), *arguments)
     assert (code, out) == (2, "")
     assert message in err and err.count("\n") == 1
 
 
-def test_experts_of_another_kind_are_refused() -> None:
+def test_experts_of_another_kind_are_refused():
     class OwnExperts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.down = nn.Parameter(torch.empty(4, 8, 8, device="meta"), requires_grad=False)
 

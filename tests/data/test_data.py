@@ -1,9 +1,6 @@
 """Data modules: nothing is in training and validation both, and the same settings give the same batches."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -19,31 +16,31 @@ class Letters:
 
     eos_token_id = 0
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text, **_):
         return {"input_ids": [ord(letter) for letter in text]}
 
 
-def packed(**settings: Any) -> PackedText:
+def packed(**settings):
     texts = {f"topic {number}": f"{number}" * 100 for number in range(10)}
     options = {"sequence_length": 16, "batch_size": 4, "validation_fraction": 0.3} | settings
-    return PackedText(texts, Letters(), **options)  # type: ignore[arg-type]
+    return PackedText(texts, Letters(), **options)
 
 
-def test_the_topics_of_python_are_split_without_overlap() -> None:
+def test_the_topics_of_python_are_split_without_overlap():
     texts = pydoc_topics()
     training, validation = split_texts(texts, 0.1)
     assert sorted(training + validation) == sorted(texts)
     share = sum(len(texts[name]) for name in validation) / sum(map(len, texts.values()))
     assert 0.05 < share <= 0.1
 
-    def paragraphs(names: list[str]) -> set[str]:
+    def paragraphs(names):
         blocks = (" ".join(block.split()) for name in names for block in texts[name].split("\n\n"))
         return {block for block in blocks if len(block) >= SHARED_PARAGRAPH}
 
     assert not paragraphs(training) & paragraphs(validation)
 
 
-def test_batches_are_what_a_causal_model_takes() -> None:
+def test_batches_are_what_a_causal_model_takes():
     data = packed()
     batches = list(data.train_dataloader())
     assert all(batch["input_ids"].shape == batch["labels"].shape == (4, 16) for batch in batches)
@@ -52,7 +49,7 @@ def test_batches_are_what_a_causal_model_takes() -> None:
     assert torch.equal(seen, data.validation)  # in order, and a smaller batch at the end is kept
 
 
-def test_a_loader_goes_on_where_its_state_was_taken() -> None:
+def test_a_loader_goes_on_where_its_state_was_taken():
     whole = packed().train_dataloader()
     epochs = [[batch["input_ids"] for batch in whole] for _ in range(3)]
     assert not torch.equal(torch.cat(epochs[0]), torch.cat(epochs[1]))
@@ -73,7 +70,7 @@ def test_a_loader_goes_on_where_its_state_was_taken() -> None:
         assert torch.equal(torch.cat(found), torch.cat(left))
 
 
-def test_a_loader_goes_on_after_the_samples_that_were_taken() -> None:
+def test_a_loader_goes_on_after_the_samples_that_were_taken():
     """With another batch size it went on after as many batches, so that samples came twice or not at all."""
     size = 3
     first = RandomTokens(50, 8, batch_size=2, sequences=12).train_dataloader()
@@ -87,7 +84,7 @@ def test_a_loader_goes_on_after_the_samples_that_were_taken() -> None:
     assert torch.equal(found, whole[6 : 6 + 6 // size * size])
 
 
-def test_an_epoch_has_whole_steps_only() -> None:
+def test_an_epoch_has_whole_steps_only():
     """The rows are those of one batch a step; what a step does not fill is dropped, unless it is all there is."""
     whole = [batch["input_ids"] for batch in RandomTokens(50, 8, batch_size=4, sequences=14).train_dataloader()]
     for steps, sequences in ((3, 14), (0, 2)):
@@ -100,7 +97,7 @@ def test_an_epoch_has_whole_steps_only() -> None:
             assert torch.equal(torch.cat(batches), torch.cat(whole))
 
 
-def test_it_is_said_that_an_epoch_goes_on_with_other_samples() -> None:
+def test_it_is_said_that_an_epoch_goes_on_with_other_samples():
     first = RandomTokens(50, 8, batch_size=2, sequences=12).train_dataloader()
     start = first.state_dict()
     list(first)
@@ -115,7 +112,7 @@ def test_it_is_said_that_an_epoch_goes_on_with_other_samples() -> None:
         second.load_state_dict(first.state_dict())
 
 
-def test_settings_that_cannot_be_are_named() -> None:
+def test_settings_that_cannot_be_are_named():
     with pytest.raises(ValueError, match=r"data=topics needs the model's tokenizer"):
         PackedText({"a": "b"}, None, 16, 4)
     with pytest.raises(ValueError, match=r"data\.sequence_length=1 "):

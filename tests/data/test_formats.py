@@ -1,10 +1,6 @@
 """Records of every format in files of every kind: token by token, what the model reads and what it learns."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -21,7 +17,7 @@ TURNS = (
     "<begin> <system> b e <turn> Ċ <user> the <turn> Ċ <assistant> [ab] [<turn>] [Ċ] "
     "<user> Ġb <turn> Ċ <assistant> [e] [<turn>] [Ċ]"
 )
-RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+RECORDS = {
     "text": ({"text": "the ab"}, "[the] [Ġ] [ab] [<end>]"),
     "completion": ({"prompt": "the", "completion": " be"}, "the [Ġbe] [<end>]"),
     "instruction": ({"instruction": "the", "input": "ab", "output": "be"}, CHATTED),
@@ -52,7 +48,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def write(folder: Path, kind: str, records: list[dict[str, Any]]) -> Path:
+def write(folder, kind, records):
     """A file or folder of that kind with these records."""
     path = folder / {"lines": "a.json", "saved": "a"}.get(kind, f"a.{kind}")
     if kind == "saved":
@@ -66,13 +62,13 @@ def write(folder: Path, kind: str, records: list[dict[str, Any]]) -> Path:
     return path
 
 
-def module(path: Path, **settings: Any) -> TextFiles:
-    options: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "vocab_size": 300, "sequence_length": 64, "batch_size": 1}
+def module(path, **settings):
+    options = {"tokenizer": tiny_tokenizer(), "vocab_size": 300, "sequence_length": 64, "batch_size": 1}
     options |= {"rows": "padded", "validation_path": path} | settings
     return TextFiles(path, **options)
 
 
-def shown(data: TextFiles) -> str:
+def shown(data):
     """The first record's tokens; those that are labels stand in brackets."""
     row = next(iter(data.val_dataloader()))
     length = int(row["attention_mask"].sum())
@@ -88,7 +84,7 @@ def shown(data: TextFiles) -> str:
     ("name", "kind"),
     [*((name, "jsonl") for name in RECORDS), *(("messages", kind) for kind in ("json", "lines", "parquet", "saved"))],
 )
-def test_only_completions_are_learnt(name: str, kind: str, tmp_path: Path) -> None:
+def test_only_completions_are_learnt(name, kind, tmp_path):
     record, expected = RECORDS[name]
     path = write(tmp_path, kind, [record])
     assert shown(module(path)) == expected
@@ -107,22 +103,20 @@ def test_only_completions_are_learnt(name: str, kind: str, tmp_path: Path) -> No
         ({"conversations": RECORDS["messages"][0]["messages"]}, TURNS),
     ],
 )
-def test_what_is_written_in_other_ways_is_the_same(record: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_what_is_written_in_other_ways_is_the_same(record, expected, tmp_path):
     assert shown(module(write(tmp_path, "jsonl", [record]))) == expected
 
 
-def test_a_text_beside_other_fields_is_not_read(tmp_path: Path) -> None:
+def test_a_text_beside_other_fields_is_not_read(tmp_path):
     """Alpaca's own files have its prompt written out beside the fields."""
     path = write(tmp_path, "jsonl", [RECORDS["instruction"][0] | {"text": "the ab"}])
     assert shown(module(path)) == CHATTED
 
 
-# -- chat templates ----------------------------------------------------------------------------------------------------
-
 PLAIN_TEXT = "### User:\nthe\n\nab\n\n### Assistant:\nbe<end>\n\n"
 
 
-def test_without_a_chat_template_there_is_an_error_or_a_plain_format(tmp_path: Path) -> None:
+def test_without_a_chat_template_there_is_an_error_or_a_plain_format(tmp_path):
     path = write(tmp_path, "json", [RECORDS["text"][0], *[RECORDS["instruction"][0]] * 3])
     bare = {"tokenizer": tiny_tokenizer(None)}
     with pytest.raises(
@@ -140,7 +134,7 @@ def test_without_a_chat_template_there_is_an_error_or_a_plain_format(tmp_path: P
     assert shown(plain).count("[") == 3
 
 
-def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
+def test_a_chat_template_from_a_file(tmp_path):
     template = tmp_path / "short.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] + '<turn>' }}{% endfor %}")
     path = write(tmp_path, "jsonl", [{"instruction": "the", "output": "be"}])
@@ -148,10 +142,7 @@ def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
     assert shown(module(path)) == CHATTED.replace(" Ċ Ċ ab", "")  # and not the tokens of another template
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def test_tables_name_the_record(tmp_path: Path) -> None:
+def test_tables_name_the_record(tmp_path):
     path = write(tmp_path, "parquet", [{"text": "the ab"}, {"text": None}, {"text": ""}])
     with pytest.raises(
         ValueError,
@@ -160,7 +151,7 @@ def test_tables_name_the_record(tmp_path: Path) -> None:
         module(path).prepare_data()
 
 
-def test_a_broken_table_is_named(tmp_path: Path) -> None:
+def test_a_broken_table_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and then something else PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read \(.*\)\. Correct it, or save it again"):
         module(tmp_path / "a.parquet").prepare_data()

@@ -1,19 +1,13 @@
 """Records from files of every format: what is learnt of them, how they lie in rows, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
 from tiny_tokenizer import CHAT, FORGETFUL, MARKED, tiny_tokenizer
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.data import TextFiles, text_files
@@ -26,34 +20,34 @@ USER = {"role": "user", "content": "the ab?"}
 ASSISTANT = {"role": "assistant", "content": "abbey"}
 
 
-def jsonl(path: Path, lines: Iterable[Any]) -> Path:
+def jsonl(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
 
-def texts(number: int = 40) -> list[Any]:
+def texts(number=40):
     return [{"text": f"{letter}{number} " * (1 + number % 7)} for number in range(number) for letter in "xy"[:1]]
 
 
-def questions(number: int = 40) -> list[Any]:
+def questions(number=40):
     return [{"prompt": f"{number}" * (1 + number % 5), "completion": f"={number * number}"} for number in range(number)]
 
 
-def module(path: Path, **settings: Any) -> TextFiles:
-    options: dict[str, Any] = {"sequence_length": 32, "batch_size": 4, "validation_fraction": 0.2} | settings
+def module(path, **settings):
+    options = {"sequence_length": 32, "batch_size": 4, "validation_fraction": 0.2} | settings
     options = {"tokenizer": tiny_tokenizer(), "vocab_size": 300} | options
     return TextFiles(path, **options)
 
 
-def learnt(content: Any, loss_on: str = "completions", **tokenizer: Any) -> tuple[str, str]:
+def learnt(content, loss_on="completions", **tokenizer):
     """The whole of what is encoded, and what is learnt of it, as text."""
     made = tiny_tokenizer(**tokenizer)
     tokens = Encoder(made, loss_on).encode(content)
     return made.decode(np.maximum(tokens, ~tokens)), made.decode(tokens[tokens >= 0])
 
 
-def rows_of(data: TextFiles, kind: str = "train") -> list[dict[str, Tensor]]:
+def rows_of(data, kind="train"):
     loader = data.train_dataloader() if kind == "train" else data.val_dataloader()
     return [{key: value[i] for key, value in batch.items()} for batch in loader for i in range(len(batch["labels"]))]
 
@@ -61,7 +55,7 @@ def rows_of(data: TextFiles, kind: str = "train") -> list[dict[str, Tensor]]:
 # ---------------------------------------------------------------------------------------------------- what is learnt
 
 
-def test_of_a_conversation_what_the_assistant_says_is_learnt() -> None:
+def test_of_a_conversation_what_the_assistant_says_is_learnt():
     chat = [{"role": "system", "content": "be"}, USER, ASSISTANT, USER, ASSISTANT | {"content": "b"}]
     start = "<begin><system>be<turn>\n<user>the ab?<turn>\n<assistant>abbey<turn>\n"
     whole = f"{start}<user>the ab?<turn>\n<assistant>b<turn>\n"
@@ -83,7 +77,7 @@ def test_of_a_conversation_what_the_assistant_says_is_learnt() -> None:
         (Text("t"), CHAT, "no token to be learnt"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_learnt(content: Any, template: str | None, reason: str) -> None:
+def test_what_cannot_be_learnt(content, template, reason):
     made = tiny_tokenizer(template)
     if isinstance(content, Text):
         made.eos_token = None
@@ -103,7 +97,7 @@ BAD = [
 ]
 
 
-def test_every_bad_record_is_named(tmp_path: Path) -> None:
+def test_every_bad_record_is_named(tmp_path):
     """With file, number and reason."""
     jsonl(tmp_path / "data" / "good.jsonl", texts())
     path = jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [texts(1)[0], *(record for record, _ in BAD), {"text": 5}])
@@ -115,7 +109,7 @@ def test_every_bad_record_is_named(tmp_path: Path) -> None:
             assert re.search(rf"record {number}{more}: .*{reason}", str(caught.value))
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_broken_files_are_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\nnot f\xfcne\n")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "\xff"}\n')
     (tmp_path / "b.jsonl").write_text('{"text": "ab"}\n{\n')
@@ -127,7 +121,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-def test_packed_records_do_not_see_each_other(tmp_path: Path) -> None:
+def test_packed_records_do_not_see_each_other(tmp_path):
     """A row's loss is that of its records by themselves, in a batch of several rows; padding counts for nothing."""
     path = jsonl(tmp_path / "a.jsonl", questions())
     config = LlamaConfig(
@@ -136,7 +130,7 @@ def test_packed_records_do_not_see_each_other(tmp_path: Path) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
 
-    def losses(batch: dict[str, Tensor]) -> tuple[float, int]:
+    def losses(batch):
         targets = int((batch["labels"][:, 1:] != NO_TARGET).sum())
         with torch.no_grad():
             return float(model(**batch, use_cache=False).loss) * targets, targets
@@ -160,7 +154,7 @@ def test_packed_records_do_not_see_each_other(tmp_path: Path) -> None:
     assert found["padded"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_packing_fills_rows() -> None:
+def test_packing_fills_rows():
     lengths = np.array([5, 3, 8, 2, 2, 6, 1, 8, 4])
     rows = packed(lengths, 8)
     assert [int(lengths[rows == row].sum()) for row in range(rows.max() + 1)] == [8] * 4 + [7]
@@ -170,7 +164,7 @@ def test_packing_fills_rows() -> None:
     assert sums.mean() > 126
 
 
-def test_training_and_validation_share_no_text(tmp_path: Path) -> None:
+def test_training_and_validation_share_no_text(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", texts(30) * 3)  # each of them three times
     data = module(path, rows="padded", sequence_length=64)
     training, validation = (
@@ -187,8 +181,8 @@ def test_training_and_validation_share_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", ["packed", "padded"])
-def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_records_that_are_too_long(rows, tmp_path, monkeypatch):
+    said = []
     monkeypatch.setattr(text_files, "rank_zero_info", said.append)
     long = {"prompt": "p", "completion": "c" * 50, "id": 7}
     path = jsonl(tmp_path / "a.jsonl", [*questions(), long])
@@ -211,7 +205,7 @@ def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytes
 # ---------------------------------------------------------------------------------------------------- from disk
 
 
-def test_a_resumed_epoch_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_epoch_goes_on(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", questions(60))
     whole = module(path, batch_size=2).train_dataloader()
     batches = [batch["input_ids"] for batch in whole]
@@ -226,7 +220,7 @@ def test_a_resumed_epoch_goes_on(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([batch["input_ids"] for batch in resumed]), torch.cat(batches[2:]))
 
 
-def test_what_there_is_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_there_is_is_said(tmp_path, caplog):
     jsonl(tmp_path / "data" / "a.jsonl", [question | {"source": "me"} for question in questions()])
     (tmp_path / "data" / "README.md").write_text("no data")
     with caplog.at_level("INFO", logger=rank_zero.__name__):

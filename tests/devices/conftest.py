@@ -1,26 +1,19 @@
 """Devices for tests, closed at the end whatever happens."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from fake_cuda import trainers_on_gpus
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.devices.cuda import CudaDevice
-
-MakeDevice = Callable[..., Device]
+from lightning_roundpipe.devices import make_devices
 
 
 @pytest.fixture
-def make_all() -> Iterator[Callable[..., list[Device]]]:
+def make_all():
     """``make_all(2, bandwidth=1e6)``: two emulated devices."""
-    made: list[Device] = []
+    made = []
 
-    def make(count: int, **emulation: object) -> list[Device]:
+    def make(count, **emulation):
         devices = make_devices("cpu", [torch.device("cpu")] * count, Emulation.of(emulation))
         made.extend(devices)
         return devices
@@ -31,12 +24,12 @@ def make_all() -> Iterator[Callable[..., list[Device]]]:
 
 
 @pytest.fixture
-def make(make_all: Callable[..., list[Device]]) -> MakeDevice:
+def make(make_all):
     """``make(memory=1000)``: one emulated device."""
     return lambda **emulation: make_all(1, **emulation)[0]
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
+def gpus(monkeypatch):
     """Workers that believe they are on a GPU, made when a Trainer asks for devices. There is no limit of memory."""
     return trainers_on_gpus(monkeypatch)

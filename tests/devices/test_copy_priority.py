@@ -1,7 +1,5 @@
 """Copies in chunks, between which others on the same link pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from lightning_roundpipe.devices import copy_priority
 
 
 @pytest.mark.parametrize("nbytes", [1, 24, 4096])
-def test_chunks_are_the_whole(nbytes: int) -> None:
+def test_chunks_are_the_whole(nbytes):
     dst, src = torch.zeros(3, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
     pieces = copy_priority.chunks(dst, src, nbytes)
     for there, here in pieces:
@@ -19,6 +17,6 @@ def test_chunks_are_the_whole(nbytes: int) -> None:
     assert len(pieces) == {1: 21, 24: 7, 4096: 1}[nbytes]
 
 
-def test_what_is_not_contiguous_goes_whole() -> None:
+def test_what_is_not_contiguous_goes_whole():
     dst, src = torch.zeros(7, 3).t(), torch.randn(3, 7)
     assert [t.shape for pair in copy_priority.chunks(dst, src, 8) for t in pair] == [(3, 7), (3, 7)]

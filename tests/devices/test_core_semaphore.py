@@ -1,29 +1,24 @@
 """Who may compute at once, and with which random generator."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 from patience import PATIENCE_S, join, start
 
-from lightning_roundpipe.devices import Device, emulated_work, intraop_threads
-
-MakeAll = Callable[..., list[Device]]
+from lightning_roundpipe.devices import emulated_work, intraop_threads
 
 
-def most_at_once(devices: list[Device], work: Callable[[float], object], expected: int) -> int:
+def most_at_once(devices, work, expected):
     """How many of one thread per device were seen inside ``acquire_core`` at the same time.
 
     Each stays, with ``work``, until ``expected`` have been, and a little longer.
     """
     inside, most, lock = 0, 0, threading.Lock()
 
-    def run(device: Device) -> None:
+    def run(device):
         nonlocal inside, most
         with device.acquire_core():
             with lock:
@@ -41,9 +36,7 @@ def most_at_once(devices: list[Device], work: Callable[[float], object], expecte
 
 
 @pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (4, 1, 4), (8, 8, 4)])
-def test_layers_share_the_cores_of_all_devices(
-    make_all: MakeAll, monkeypatch: pytest.MonkeyPatch, cores: int, intra_op: int, permits: int
-) -> None:
+def test_layers_share_the_cores_of_all_devices(make_all, monkeypatch, cores, intra_op, permits):
     monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
     torch.set_num_threads(intra_op)
     devices = make_all(4) + make_all(4)  # of two strategies, even
@@ -51,7 +44,7 @@ def test_layers_share_the_cores_of_all_devices(
     assert most_at_once(devices, emulated_work, 8) == 8
 
 
-def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_all: MakeAll) -> None:
+def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_all):
     (device,) = make_all(1)
     started = time.monotonic()
     with device.acquire_core():
@@ -63,7 +56,7 @@ def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_al
     assert most_at_once([device], time.sleep, 1) == 1
 
 
-def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
+def test_waiting_with_a_permit_is_refused(make_all):
     (device,) = make_all(1)
     event = device.weights_up.record()
     event.wait()

@@ -1,18 +1,13 @@
 """The façade on a real GPU: the same promises as the emulation's, as far as a GPU can show them."""
 
-# Tensor.backward and the like have no types.
-# mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Device, DeviceOutOfMemory, StreamAborted, make_devices
+from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, make_devices
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +15,7 @@ MIB = 2**20
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Device]]:
+def pair():
     """One GPU, listed twice."""
     devices = make_devices("cuda", [torch.device("cuda", 0)] * 2, Emulation(), "on")
     yield devices
@@ -28,7 +23,7 @@ def pair() -> Iterator[list[Device]]:
         device.close()
 
 
-def test_up_compute_down(pair: list[Device]) -> None:
+def test_up_compute_down(pair):
     device = pair[0]
     up, down = device.host_buffer(4 * MIB), device.host_buffer(4 * MIB)
     assert up.is_pinned()
@@ -52,7 +47,7 @@ def test_up_compute_down(pair: list[Device]) -> None:
     device.free(arena)
 
 
-def test_a_copy_in_a_thousand_chunks_is_the_whole(pair: list[Device]) -> None:
+def test_a_copy_in_a_thousand_chunks_is_the_whole(pair):
     """Each waits for the one before it on another stream, and no thread gives them to the driver."""
     device, nbytes = pair[0], 64 * MIB
     up, down, arena = device.host_buffer(nbytes), device.host_buffer(nbytes), device.allocate(nbytes, "weights")
@@ -70,7 +65,7 @@ def test_a_copy_in_a_thousand_chunks_is_the_whole(pair: list[Device]) -> None:
     device.free(arena)
 
 
-def test_events_are_on_the_hosts_clock(pair: list[Device]) -> None:
+def test_events_are_on_the_hosts_clock(pair):
     device = pair[0]
     early = device.compute.record(timed=True)
     early.wait()
@@ -86,7 +81,7 @@ def test_events_are_on_the_hosts_clock(pair: list[Device]) -> None:
         device.compute.record().time()
 
 
-def test_out_of_memory_is_explained(pair: list[Device]) -> None:
+def test_out_of_memory_is_explained(pair):
     device = pair[0]
     capacity = device.capacity()
     assert capacity is not None
@@ -98,7 +93,7 @@ def test_out_of_memory_is_explained(pair: list[Device]) -> None:
     device.free(arena)
 
 
-def test_abort_and_reset(pair: list[Device]) -> None:
+def test_abort_and_reset(pair):
     device = pair[0]
     event = device.compute.record()
     device.abort()
@@ -109,7 +104,7 @@ def test_abort_and_reset(pair: list[Device]) -> None:
     event.wait()
 
 
-def test_a_failed_registration_is_not_blamed_on_the_next_kernel(pair: list[Device]) -> None:
+def test_a_failed_registration_is_not_blamed_on_the_next_kernel(pair):
     from lightning_roundpipe.devices import pinned
 
     assert int(pinned._cudart().cudaHostRegister(0, 4096, 0)) != 0

@@ -3,19 +3,14 @@
 That the calls are the right ones only a GPU can tell; ``test_cuda.py`` asks one.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeStream, play_cuda
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda_libraries, cuda_streams
-from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 
@@ -24,23 +19,23 @@ NEAR_S = 10.0
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+def device(monkeypatch):
     play_cuda(monkeypatch)
     device = CudaDevice(0, torch.device("cpu", 0), "off", sharers=2)
     yield device
     device.close()
 
 
-def fake_of(stream: Stream) -> FakeStream:
+def fake_of(stream):
     if isinstance(stream, ChunkedCopyStream):
         stream = stream._last
     assert isinstance(stream, cuda_streams.CudaStream)
-    fake: Any = stream.stream
+    fake = stream.stream
     assert isinstance(fake, FakeStream)
     return fake
 
 
-def test_times_are_the_hosts(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_the_hosts(device, monkeypatch):
     fake_of(device.compute).busy = True
     time.sleep(0.02)  # in another unit it would be far off
     before = time.perf_counter()
@@ -58,7 +53,7 @@ def test_times_are_the_hosts(device: CudaDevice, monkeypatch: pytest.MonkeyPatch
         device.compute.record().time()
 
 
-def test_memory_is_shared_out_and_explained(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_shared_out_and_explained(device, monkeypatch):
     assert device.capacity() == 400  # (600 free + 200 reserved) for two workers
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
@@ -68,7 +63,7 @@ def test_memory_is_shared_out_and_explained(device: CudaDevice, monkeypatch: pyt
     arena = device.allocate(100, "weights")
     assert device.resident_by_purpose() == {"weights": 100, "other tensors": 50}
 
-    def full(*args: object, **kwargs: object) -> torch.Tensor:
+    def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 
     monkeypatch.setattr(torch, "empty", full)
@@ -80,11 +75,11 @@ def test_memory_is_shared_out_and_explained(device: CudaDevice, monkeypatch: pyt
     assert "memory_budget" in message
     assert "emulation" not in message
     device.free(arena)
-    with pytest.raises(ValueError, match="not an arena"):
+    with pytest.raises(AssertionError, match="not an arena"):
         device.free(arena)
 
 
-def test_abort_reset_and_close(device: CudaDevice) -> None:
+def test_abort_reset_and_close(device):
     event = device.compute.record()
     device.abort()
     for call in (event.wait, device.compute.record, device.weights_up.synchronize):
@@ -118,7 +113,7 @@ MIB = 2**20
         ("", 12, 32 * MIB),
     ],
 )
-def test_what_cublas_keeps(config: str, major: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cublas_keeps(config, major, expected, monkeypatch):
     """For the worker's thread, for autograd's and for those of microbatches that multiply, as torch chooses it."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     properties = SimpleNamespace(major=major)

@@ -1,12 +1,8 @@
 """Copies of weights in chunks on two streams in turn, between which activations pass; and steps that fail."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import fake_cuda
 import pytest
@@ -25,7 +21,7 @@ RATE = 2 * MIN_CHUNK_BYTES / MAX_WAIT_S
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+def device(monkeypatch):
     fake_cuda.play_cuda(monkeypatch)
     device = CudaDevice(0, torch.device("cpu", 0), "off", sharers=1)
     for stream in (device.weights_up, device.gradients_down):
@@ -36,7 +32,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
     device.close()
 
 
-def test_no_thread_of_the_process_takes_part(device: CudaDevice) -> None:
+def test_no_thread_of_the_process_takes_part(device):
     src = torch.randint(256, (5 * MIN_CHUNK_BYTES + 7,)).to(torch.uint8)
     there, back = torch.zeros_like(src), torch.zeros_like(src)
     before = threading.active_count()
@@ -49,12 +45,12 @@ def test_no_thread_of_the_process_takes_part(device: CudaDevice) -> None:
     assert torch.equal(back, src)
 
 
-def test_chunks_go_through_two_streams_in_turn(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_go_through_two_streams_in_turn(device, monkeypatch):
     """An engine that stays with a stream as long as it has work would let activations wait for the whole layer."""
-    moved: list[tuple[FakeStream, int]] = []
+    moved = []
     real = CudaStream.move
 
-    def move(self: CudaStream, to: torch.Tensor, of: torch.Tensor) -> None:
+    def move(self, to, of):
         moved.append((fake_of(self), len(fake_of(self).waited)))
         real(self, to, of)
 
@@ -69,18 +65,18 @@ def test_chunks_go_through_two_streams_in_turn(device: CudaDevice, monkeypatch: 
     )
 
 
-def test_two_threads_chunks_do_not_mix(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_chunks_do_not_mix(device, monkeypatch):
     """A worker's thread and the optimizer's upload at the same time."""
-    order: list[int] = []
+    order = []
     real = CudaStream.move
 
-    def move(self: CudaStream, to: torch.Tensor, of: torch.Tensor) -> None:
+    def move(self, to, of):
         order.append(int(of[0]))
         real(self, to, of)
 
     monkeypatch.setattr(CudaStream, "move", move)
 
-    def copies(value: int) -> None:
+    def copies(value):
         for _ in range(10):
             src = torch.full((7 * MIN_CHUNK_BYTES,), value, dtype=torch.uint8)
             device.weights_up.copy(torch.zeros_like(src), src)
@@ -92,12 +88,12 @@ def test_two_threads_chunks_do_not_mix(device: CudaDevice, monkeypatch: pytest.M
 
 
 class TestFailures:
-    def test_an_abort_between_two_chunks(self, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_abort_between_two_chunks(self, device, monkeypatch):
         """The rest does not come, what is on its way keeps its memory until the GPU rests, and then all is well."""
         stream, moved = device.weights_up, list[int]()
         real = CudaStream.move
 
-        def move(self: CudaStream, to: torch.Tensor, of: torch.Tensor) -> None:
+        def move(self, to, of):
             real(self, to, of)
             moved.append(of.numel())
             fake_of(self).busy = True
@@ -129,15 +125,15 @@ class TestPageable:
     """CUDA holds up who copies from or to it."""
 
     @pytest.fixture(autouse=True)
-    def pageable(self, monkeypatch: pytest.MonkeyPatch, device: CudaDevice) -> None:
+    def pageable(self, monkeypatch, device):
         """``pinned`` is where it is not."""
         self.pinned = torch.ones(3 * MIN_CHUNK_BYTES, dtype=torch.uint8)
         self.gate = threading.Event()
-        self.movers: list[str] = []
+        self.movers = []
         real = CudaStream.move
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() == self.pinned.data_ptr())
 
-        def move(stream: CudaStream, to: torch.Tensor, of: torch.Tensor) -> None:
+        def move(stream, to, of):
             first = self.pinned.data_ptr()
             if of.numel() and not first <= of.data_ptr() < first + self.pinned.numel():
                 assert self.gate.wait(PATIENCE_S)
@@ -146,7 +142,7 @@ class TestPageable:
 
         monkeypatch.setattr(CudaStream, "move", move)
 
-    def test_a_thread_is_held_up_and_not_the_caller(self, device: CudaDevice) -> None:
+    def test_a_thread_is_held_up_and_not_the_caller(self, device):
         stream, name = device.weights_up, device.weights_up.name
         there, src = torch.zeros(3 * MIN_CHUNK_BYTES, dtype=torch.uint8), torch.full_like(self.pinned, 2)
         stream.copy(there, self.pinned)
@@ -167,15 +163,15 @@ class TestPageable:
         assert there.eq(2).all()
         assert event.time() > 0
         assert self.movers[3:] == [name] * 6
-        recorded: Any = event.recorded
+        recorded = event.recorded
         assert fake_of(device.compute).waited[-1] is recorded.event
 
-    def test_an_abort_wakes_who_waits_for_it(self, device: CudaDevice) -> None:
+    def test_an_abort_wakes_who_waits_for_it(self, device):
         stream, src = device.weights_up, torch.ones(8, dtype=torch.uint8)
         stream.copy(torch.zeros_like(src), src)
         event, raised = stream.record(), list[BaseException]()
 
-        def wait() -> None:
+        def wait():
             try:
                 device.compute.wait(event)
             except StreamAborted as error:
@@ -191,7 +187,7 @@ class TestPageable:
         stream.synchronize()
 
 
-def fake_of(stream: Any) -> FakeStream:
+def fake_of(stream):
     fake = stream.stream
     assert isinstance(fake, FakeStream)
     return fake

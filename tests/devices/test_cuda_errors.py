@@ -1,9 +1,5 @@
 """Errors of CUDA after which a process cannot use the GPU any more: each call fails, in every thread."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import fake_cuda
 import harness
 import lightning.pytorch as pl
@@ -12,7 +8,6 @@ import torch
 import zoo
 from harness import ours, trainer_of
 
-from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.errors import StreamError, is_sticky
 
 REMEDY = "start a new process"
@@ -24,14 +19,14 @@ class Fails(pl.Callback):
     roundpipe_passive_hooks = True
     armed = False
 
-    def __init__(self, number: int, *, dies: bool, shown: BaseException | None = None) -> None:
+    def __init__(self, number, *, dies, shown=None):
         self.number, self.dies = number, dies
         self.shown = shown or fake_cuda.accelerator_error(number)
 
-    def follow(self, patch: pytest.MonkeyPatch) -> None:
+    def follow(self, patch):
         real = zoo.ResidualBlock.forward
 
-        def forward(block: Any, h: torch.Tensor) -> torch.Tensor:
+        def forward(block, h):
             if self.armed:
                 self.armed = False
                 if self.dies:
@@ -41,14 +36,14 @@ class Fails(pl.Callback):
 
         patch.setattr(zoo.ResidualBlock, "forward", forward)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.armed = self.armed or batch_idx == 1
 
-    def on_validation_batch_start(self, *args: Any) -> None:
+    def on_validation_batch_start(self, *args):
         self.armed = True
 
 
-def fit(fails: Fails, patch: pytest.MonkeyPatch, *, validates: bool = False) -> RuntimeError:
+def fit(fails, patch, *, validates=False):
     fails.follow(patch)
     used = ours(num_microbatches=2, layers=["Linear", "ResidualBlock"])
     trainer = trainer_of(used, devices=2, callbacks=[fails])
@@ -62,12 +57,12 @@ def fit(fails: Fails, patch: pytest.MonkeyPatch, *, validates: bool = False) -> 
     return caught.value
 
 
-def remedies(error: BaseException) -> list[str]:
+def remedies(error):
     return [note for note in getattr(error, "__notes__", ()) if REMEDY in note]
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_only_a_new_process_helps(validates: bool, gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_new_process_helps(validates, gpus, monkeypatch):
     """The error that is raised is the first one, with a place and a remedy; nothing is left behind.
 
     Another thread that asks the GPU at that moment may be the first to be told.
@@ -80,7 +75,7 @@ def test_only_a_new_process_helps(validates: bool, gpus: list[CudaDevice], monke
     assert not any("could not be reset" in note for note in error.__notes__)
 
 
-def test_what_comes_of_it_under_another_name(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_of_it_under_another_name(gpus, monkeypatch):
     """Libraries raise errors of their own. Afterwards, the GPU says which it was, perhaps to another thread first."""
     shown = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`")
     error = fit(Fails(719, dies=True, shown=shown), monkeypatch)
@@ -88,14 +83,14 @@ def test_what_comes_of_it_under_another_name(gpus: list[CudaDevice], monkeypatch
     assert len(remedies(error)) == 1
 
 
-def test_after_other_errors_the_process_goes_on(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_other_errors_the_process_goes_on(gpus, monkeypatch):
     """Such as a kernel that asks for too many resources (701)."""
     error = fit(Fails(701, dies=False), monkeypatch)
     assert remedies(error) == []
     harness.run(ours(num_microbatches=2), zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False)
 
 
-def test_causes_are_looked_at() -> None:
+def test_causes_are_looked_at():
     try:
         try:
             raise fake_cuda.accelerator_error(716)

@@ -1,11 +1,6 @@
 """Streams that last as long as the process, and cuBLAS's workspaces, of which there is one for a thread in a stream."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import fake_cuda
-import pytest
 import torch
 from fake_cuda import play_cuda
 
@@ -14,18 +9,18 @@ from lightning_roundpipe.devices.cuda import CudaDevice, share_out
 GPU = torch.device("cpu")
 
 
-def streams(device: CudaDevice) -> list[Any]:
+def streams(device):
     chunked = (device.weights_up, device.gradients_down)
     lanes = [lane for stream in chunked for lane in stream.lanes]
     return [stream.stream for stream in (device.compute, *lanes, device.activations_up, device.activations_down)]
 
 
-def test_the_next_run_has_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_run_has_the_same_streams(monkeypatch):
     """What the allocator and cuBLAS keep for a stream would be lost with it; and two strategies may be open at once."""
     play_cuda(monkeypatch)
     found = []
     for _ in range(2):
-        devices: list[Any] = share_out([GPU, GPU], "off")
+        devices = share_out([GPU, GPU], "off")
         found.append([streams(device) for device in devices])
         for device in devices:
             device.close()
@@ -35,7 +30,7 @@ def test_the_next_run_has_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> N
     assert len({*first, *second}) == 13, "and copy in streams of their own"
 
 
-def test_workspaces_are_cleared_with_the_last_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_are_cleared_with_the_last_device(monkeypatch):
     """Another strategy's threads may be multiplying, and would lose theirs."""
     play_cuda(monkeypatch)
     first, second = (CudaDevice(i, GPU, "off", sharers=1) for i in range(2))

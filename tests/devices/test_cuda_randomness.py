@@ -1,9 +1,6 @@
 """Random numbers where the host has a generator of its own, and where backward runs on autograd's threads."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import fake_cuda
 import harness
@@ -11,20 +8,18 @@ import pytest
 import torch
 from harness import assert_identical, ours, run
 from test_randomness import DROPPING, DROPPING_LAYERS, LEARNING, CheckpointedModule, _wide, assert_linear
-from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 
 PLAN = harness.per_call(5, 4)
 
 
-def strategy(layer: str = "Sequential", **options: Any) -> Any:
+def strategy(layer="Sequential", **options):
     return ours(num_microbatches=4, layers=[layer], plan=PLAN, **options)
 
 
-def test_numbers_are_those_of_emulated_devices() -> None:
+def test_numbers_are_those_of_emulated_devices():
     """And the caller finds the host's generator as it was."""
     expected = run(ours(num_microbatches=4, layers=DROPPING_LAYERS), LEARNING, _wide(3), devices=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -33,12 +28,10 @@ def test_numbers_are_those_of_emulated_devices() -> None:
             assert_identical(expected, run(strategy(), LEARNING, _wide(3), devices=devices), rng=True)
 
 
-def test_who_begins_to_draw_on_the_host_later_is_refused(
-    gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_begins_to_draw_on_the_host_later_is_refused(gpus, monkeypatch):
     calls = 0
 
-    def forward(self: Any, h: Tensor) -> Tensor:
+    def forward(self, h):
         nonlocal calls
         calls += 1
         return torch.nn.functional.linear(h, self[0].weight) + (torch.rand(()) if calls > 100 else 0.0)
@@ -49,12 +42,12 @@ def test_who_begins_to_draw_on_the_host_later_is_refused(
         run(strategy(), DROPPING, _wide(8), devices=2)
 
 
-def test_autograds_threads_know_which_layer_they_run(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autograds_threads_know_which_layer_they_run(gpus, monkeypatch):
     """Else what forks a generator there, as a checkpoint inside a layer does, would not take its turn with others."""
-    seen: list[tuple[str, str]] = []
+    seen = []
     real = CheckpointedModule().model.layers[0].__class__._slowly
 
-    def slowly(self: Any, x: Tensor) -> Tensor:
+    def slowly(self, x):
         seen.append((threading.current_thread().name, (context_of_thread().runner.inside or ("",))[0]))
         return real(self, x)
 

@@ -3,12 +3,9 @@
 A fake plays CUDA on the CPU, so numbers are those of plain training.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import Counter
-from typing import Any
 
 import fake_cuda
 import harness
@@ -26,14 +23,14 @@ class Ranges(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         fake_cuda.RANGES.clear()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.names = list(fake_cuda.RANGES)
 
 
-def test_ranges_name_the_slots(gpus: list[CudaDevice]) -> None:
+def test_ranges_name_the_slots(gpus):
     module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 3)
     expected = run("auto", copy.deepcopy(module), batches)
     ranges = Ranges()
@@ -46,7 +43,7 @@ def test_ranges_name_the_slots(gpus: list[CudaDevice]) -> None:
     assert all(" slot " in name for name in ranges.names)
 
 
-def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_may_be_a_fraction(monkeypatch):
     """Of what the worker's GPU has, of which two workers that share it have half each. A plan that wants 60 % of that:
     given, as one that is found depends on measured times."""
     gpus = fake_cuda.trainers_on_gpus(monkeypatch, limited=True)
@@ -54,10 +51,9 @@ def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     free, plan = 1_000_000, harness.single(6, 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
 
-    def planned(budget: float | None) -> int:
+    def planned(budget):
         used = ours(num_microbatches=2, memory_budget=budget, layers=["Linear", "ResidualBlock"], plan=plan)
         result = run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False)
-        assert result.report is not None
         return int(result.report["planned_device_bytes"])
 
     needed = planned(None)
@@ -70,11 +66,11 @@ def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
         planned(0.25)
 
 
-def test_what_libraries_keep_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_libraries_keep_is_no_room(monkeypatch):
     """It comes out of the budget, is part of the forecast, and is there before the first layer is measured; and again
     when libraries have given it back."""
     fake_cuda.trainers_on_gpus(monkeypatch)
-    warmed: list[str] = []
+    warmed = []
     monkeypatch.setattr(CudaDevice, "warm_up", lambda self: warmed.append(threading.current_thread().name))
     reports = []
     for kib in (0, 30):
@@ -98,9 +94,7 @@ BY_HAND = {"plan": "forward none; fused 0-5; backward none; round 4", "num_micro
         (None, 8, {}, "workers may use 10,240 bytes", 2),
     ],
 )
-def test_a_limit_that_nobody_set_is_explained(
-    kib: int | None, samples: int, how: dict[str, Any], limit: str, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_that_nobody_set_is_explained(kib, samples, how, limit, threads, monkeypatch):
     """What libraries keep was taken off. Another message for each: a layer, a cut, a plan by hand, the GPU itself.
 
     After the first batch, libraries keep something for each microbatch's thread, too: half of it for each worker here.
@@ -122,15 +116,15 @@ class Arms(pl.Callback):
     roundpipe_passive_hooks = True
     armed = False
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.armed = batch_idx == 1
 
 
-def test_out_of_memory_in_a_layer(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_layer(gpus, monkeypatch):
     """What the GPU held is said, by purpose, and which settings help; the GPU counts what is no arena by itself."""
     arms, real = Arms(), zoo.ResidualBlock.forward
 
-    def forward(self: Any, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h):
         if arms.armed:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return real(self, h)

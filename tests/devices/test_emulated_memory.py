@@ -1,21 +1,14 @@
 """What counts as resident on an emulated device, and what happens when it does not fit."""
 
-# Tensor.backward and the like have no types.
-# mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from lightning_roundpipe.devices import Device, DeviceOutOfMemory
-
-MakeDevice = Callable[..., Device]
+from lightning_roundpipe.devices import DeviceOutOfMemory
 
 
-def test_allocate_counts_aligns_and_gives_back(make: MakeDevice) -> None:
+def test_allocate_counts_aligns_and_gives_back(make):
     device = make(memory=10_000)
     assert device.capacity() == 10_000
     a, b = device.allocate(4_000, "weights"), device.allocate(5_000, "gradients")
@@ -37,7 +30,7 @@ def test_allocate_counts_aligns_and_gives_back(make: MakeDevice) -> None:
     assert device.resident_bytes() == 0
 
 
-def test_out_of_memory_says_what_is_there_and_what_helps(make: MakeDevice) -> None:
+def test_out_of_memory_says_what_is_there_and_what_helps(make):
     device = make(memory="8KiB")
     arena = device.allocate(4096, "weights of the slot")
     tracked = device.track([torch.zeros(256)], "boundary")
@@ -59,7 +52,7 @@ def test_out_of_memory_says_what_is_there_and_what_helps(make: MakeDevice) -> No
     device.free(arena)
 
 
-def test_a_storage_counts_once_and_until_its_last_reason_is_gone(make: MakeDevice) -> None:
+def test_a_storage_counts_once_and_until_its_last_reason_is_gone(make):
     device = make()
     x = torch.zeros(100)
     arena = device.allocate(400, "weights")
@@ -75,7 +68,7 @@ def test_a_storage_counts_once_and_until_its_last_reason_is_gone(make: MakeDevic
     assert device.resident_bytes() == 400
 
 
-def test_a_storage_that_is_tracked_until_it_is_freed_runs_no_python_then(make: MakeDevice) -> None:
+def test_a_storage_that_is_tracked_until_it_is_freed_runs_no_python_then(make):
     """What is raised there, such as a KeyboardInterrupt, Python would print and drop."""
     device, called = make(), list[str]()
     tensor = torch.ones(256)
@@ -90,7 +83,7 @@ def test_a_storage_that_is_tracked_until_it_is_freed_runs_no_python_then(make: M
 
 
 @pytest.mark.parametrize("poison", [False, True])
-def test_poison_of_allocated_and_freed_arenas(make: MakeDevice, poison: bool) -> None:
+def test_poison_of_allocated_and_freed_arenas(make, poison):
     device = make(poison=poison)
     arena = device.allocate(64, "weights")
     weights = arena.view(torch.float32)

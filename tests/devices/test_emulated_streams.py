@@ -1,25 +1,18 @@
 """Order, time and errors of emulated streams."""
 
-# Tensor.backward and the like have no types.
-# mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 from patience import PATIENCE_S, join, longer_each_try
 
-from lightning_roundpipe.devices import Device, StreamAborted, StreamError, emulated_streams
-
-MakeDevice = Callable[..., Device]
+from lightning_roundpipe.devices import StreamAborted, StreamError, emulated_streams
 
 
 @pytest.mark.parametrize("name", ["weights_up", "gradients_down"])
 @longer_each_try
-def test_copy_is_asynchronous_and_its_event_says_when_it_is_done(make: MakeDevice, name: str, times: float) -> None:
+def test_copy_is_asynchronous_and_its_event_says_when_it_is_done(make, name, times):
     device = make(latency=0.1 * times)
     dst, src = torch.zeros(4), torch.arange(4.0)
     stream = getattr(device, name)
@@ -33,11 +26,11 @@ def test_copy_is_asynchronous_and_its_event_says_when_it_is_done(make: MakeDevic
 
 
 @longer_each_try
-def test_bandwidth_is_shared_within_a_direction_and_not_between_them(make: MakeDevice, times: float) -> None:
+def test_bandwidth_is_shared_within_a_direction_and_not_between_them(make, times):
     device = make(bandwidth=100_000 / times)
     a, b = torch.zeros(10_000, dtype=torch.uint8), torch.zeros(10_000, dtype=torch.uint8)
 
-    def seconds(*names: str) -> float:
+    def seconds(*names):
         start = time.perf_counter()
         for name in names:
             getattr(device, name).copy(a.clone(), b)
@@ -55,7 +48,7 @@ def test_bandwidth_is_shared_within_a_direction_and_not_between_them(make: MakeD
 @pytest.mark.parametrize("dst_inference", [False, True])
 @pytest.mark.parametrize("src_inference", [False, True])
 @pytest.mark.parametrize("name", ["compute", "weights_up"])
-def test_copies_go_past_autograd(make: MakeDevice, name: str, dst_inference: bool, src_inference: bool) -> None:
+def test_copies_go_past_autograd(make, name, dst_inference, src_inference):
     with torch.inference_mode(dst_inference):
         dst = torch.zeros(3, 4).t()  # not contiguous: the other way of copying
     with torch.inference_mode(src_inference):
@@ -74,7 +67,7 @@ def test_copies_go_past_autograd(make: MakeDevice, name: str, dst_inference: boo
     assert torch.equal(dst.detach(), src)
 
 
-def test_expanded_and_strided_tensors_are_copied_as_they_are(make: MakeDevice) -> None:
+def test_expanded_and_strided_tensors_are_copied_as_they_are(make):
     device = make()
     mask = torch.arange(4.0).view(1, 1, 1, 4).expand(2, 1, 3, 4)
     host = device.host_like(mask)
@@ -97,16 +90,16 @@ def test_expanded_and_strided_tensors_are_copied_as_they_are(make: MakeDevice) -
 
 
 @pytest.mark.parametrize("src", [torch.zeros(3), torch.zeros(4, dtype=torch.float64), torch.zeros(1)])
-def test_a_copy_never_broadcasts_or_converts(make: MakeDevice, src: torch.Tensor) -> None:
+def test_a_copy_never_broadcasts_or_converts(make, src):
     with pytest.raises(ValueError, match="equal shapes and dtypes"):
         make().weights_up.copy(torch.zeros(4), src)
 
 
-def test_an_error_reaches_every_waiter_and_later_caller(make_all: Callable[..., list[Device]]) -> None:
+def test_an_error_reaches_every_waiter_and_later_caller(make_all):
     device, other = make_all(2, latency=1e-6)  # or a small copy would be done in this thread
     moves, go = [], threading.Event()
 
-    def fail(dst: torch.Tensor, src: torch.Tensor) -> None:
+    def fail(dst, src):
         go.wait(PATIENCE_S)
         moves.append(dst)
         raise ZeroDivisionError("the link broke")
@@ -145,10 +138,10 @@ def test_an_error_reaches_every_waiter_and_later_caller(make_all: Callable[..., 
     assert dst.item() == 1
 
 
-def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
-    errors: list[BaseException] = []
+def in_thread(work):
+    errors = []
 
-    def run() -> None:
+    def run():
         try:
             work()
         except BaseException as error:
@@ -159,7 +152,7 @@ def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseExce
     return thread, errors
 
 
-def test_abort_wakes_waiters_and_stops_later_ones_until_reset(make: MakeDevice) -> None:
+def test_abort_wakes_waiters_and_stops_later_ones_until_reset(make):
     device = make(bandwidth=1000)
     dst = torch.zeros(100_000, dtype=torch.uint8)  # 100 s
     device.weights_up.copy(dst, torch.ones_like(dst))
@@ -175,11 +168,11 @@ def test_abort_wakes_waiters_and_stops_later_ones_until_reset(make: MakeDevice) 
     with pytest.raises(StreamAborted), device.acquire_core():
         pass
     for stream in (device.compute, device.weights_up):
-        calls: list[Callable[[], object]] = [
+        calls = [
             stream.record,
             stream.synchronize,
-            lambda stream=stream: stream.copy(dst, dst),  # type: ignore[misc]
-            lambda stream=stream: stream.wait(reached),  # type: ignore[misc]
+            lambda stream=stream: stream.copy(dst, dst),
+            lambda stream=stream: stream.wait(reached),
         ]
         for call in [*calls, event.wait, reached.wait]:
             with pytest.raises(StreamAborted):
@@ -195,11 +188,11 @@ def test_abort_wakes_waiters_and_stops_later_ones_until_reset(make: MakeDevice) 
     assert time.perf_counter() - start < 90, "the aborted transfer still occupies the link"
 
 
-def our_threads() -> list[str]:
+def our_threads():
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("roundpipe-dev"))
 
 
-def test_threads_start_on_first_use_and_close_joins_them(make: MakeDevice) -> None:
+def test_threads_start_on_first_use_and_close_joins_them(make):
     device = make(bandwidth=1000)
     assert our_threads() == []
     device.weights_up.record()

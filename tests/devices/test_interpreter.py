@@ -1,38 +1,32 @@
 """The interpreter's switch interval: short while a step runs on GPUs, and what it was whenever none does."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.interpreter import quick_switches, unwalked_objects
 
 USUAL = 0.005
 
 
 @pytest.fixture(autouse=True)
-def usual() -> Iterator[None]:
+def usual():
     before = sys.getswitchinterval()
     sys.setswitchinterval(USUAL)
     yield
     sys.setswitchinterval(before)
 
 
-def now() -> float:
+def now():
     return sys.getswitchinterval()
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
+def thawed():
     """What the tests' own ``gc.freeze`` has set aside is walked through again, for one test."""
     gc.unfreeze()
     yield
@@ -44,7 +38,7 @@ def thawed() -> Iterator[None]:
 
 @pytest.mark.usefixtures("thawed")
 class TestUnwalkedObjects:
-    def test_are_those_of_before_until_the_last_one_leaves(self) -> None:
+    def test_are_those_of_before_until_the_last_one_leaves(self):
         kept = {"kept": [1]}
         with unwalked_objects():
             many = gc.get_freeze_count()
@@ -60,11 +54,11 @@ class TestUnwalkedObjects:
         assert not gc.get_freeze_count()
         assert any(found is kept for found in gc.get_objects())
 
-    def test_hold_for_a_run(self) -> None:
-        seen: list[int] = []
+    def test_hold_for_a_run(self):
+        seen = []
 
         class Looking(zoo.PlainClassifier):
-            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_start(self, batch, batch_idx):
                 seen.append(gc.get_freeze_count())
 
         run(ours(num_microbatches=2), Looking(zoo.MLP()), zoo.make_batches("mlp", 2), devices=2)
@@ -72,7 +66,7 @@ class TestUnwalkedObjects:
         assert not gc.get_freeze_count()
 
 
-WITHIN: list[float] = []
+WITHIN = []
 """The interval in steps, on the threads that run them."""
 
 
@@ -81,10 +75,10 @@ class Looks(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
-        self.between: list[float] = []
+    def __init__(self):
+        self.between = []
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, *_):
         self.between.append(now())
 
     on_validation_start = on_validation_end = on_train_epoch_end = on_train_epoch_start
@@ -93,32 +87,32 @@ class Looks(pl.Callback):
 class Module(zoo.PlainClassifier):
     fails_at = -1
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         WITHIN.append(now())
         if batch_idx == self.fails_at:
             raise ZeroDivisionError
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         WITHIN.append(now())
         return super().validation_step(batch, batch_idx)
 
 
 class Manual(Module):
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model):
         super().__init__(model)
         self.automatic_optimization = False
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         WITHIN.append(now())
         loss, _ = self.loss_and_logits(batch)
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
 
 
-def fit(kind: type[Module], **options: Any) -> Looks:
+def fit(kind, **options):
     looks, batches = Looks(), zoo.make_batches("mlp", 4)
     WITHIN.clear()
     strategy = ours(**{"num_microbatches": 2, **options})
@@ -128,23 +122,16 @@ def fit(kind: type[Module], **options: Any) -> Looks:
 
 
 @pytest.fixture
-def short() -> float:
+def short():
     """As the interpreter rounds it."""
     with quick_switches():
         return now()
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Module, {}),
-        (Module, {"staleness": 1}),
-        (Manual, {"num_microbatches": 1}),
-    ],
+    ("kind", "options"), [(Module, {}), (Module, {"staleness": 1}), (Manual, {"num_microbatches": 1})]
 )
-def test_it_is_short_in_steps_and_nowhere_else(
-    kind: type[Module], options: dict[str, Any], gpus: list[CudaDevice], short: float
-) -> None:
+def test_it_is_short_in_steps_and_nowhere_else(kind, options, gpus, short):
     looks = fit(kind, **options)
     assert len(WITHIN) >= 6
     assert set(WITHIN) == {short}

@@ -1,12 +1,8 @@
 """Threads that wait have no team of intra-op threads."""
 
-from __future__ import annotations
-
 import os
-import queue
 import sys
 import threading
-from collections.abc import Iterator
 
 import lightning.pytorch as pl
 import pytest
@@ -23,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def intra_op() -> Iterator[None]:
+def intra_op():
     intraop_threads.release_intraop_threads()  # or this thread's would be resized when it computes next
     alone, before = settled(), torch.get_num_threads()
     torch.set_num_threads(TEAM)
@@ -33,29 +29,29 @@ def intra_op() -> Iterator[None]:
     eventually(alone)
 
 
-def not_pythons() -> int:
+def not_pythons():
     """Threads that Python did not start, the teams' among them."""
     assert sys.platform == "linux"
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
-def compute() -> int:
+def compute():
     """Something that needs a team; how many threads there are then."""
     torch.set_num_threads(TEAM)
     torch.ones(1 << 20).mul_(2)
     return not_pythons()
 
 
-def eventually(threads: int) -> None:
+def eventually(threads):
     """A thread that has ended is listed until the system has cleared it away."""
     until(lambda: not_pythons() <= threads, f"more than {threads} threads are left")
 
 
-def settled() -> int:
+def settled():
     """How many there are when those that ended before are cleared away, or a test would count one that then goes."""
-    looks: list[int] = []
+    looks = []
 
-    def same() -> bool:
+    def same():
         looks.append(not_pythons())
         return len(looks) >= 100 and len(set(looks[-100:])) == 1
 
@@ -68,11 +64,11 @@ class Large(torch.nn.Module):
 
     one_team = calls = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = x * self.weight
         until(lambda: not_pythons() == self.one_team, f"there never are just {self.one_team} threads")
         Large.calls += 1
@@ -82,29 +78,28 @@ class Large(torch.nn.Module):
 class Between(pl.LightningModule):
     """Code between layers and before a step needs one, too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(Large() for _ in range(3))
 
-    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         compute()
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         for layer in self.layers:
             batch = layer(batch * 1.01)
         return batch.sum()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_step_only_the_thread_that_computes_has_a_team(workers, monkeypatch):
     monkeypatch.setattr(
         intraop_threads, "cores", lambda: TEAM * intraop_threads.CONCURRENT_DEVICES
     )  # or there would be none
-    one: core_semaphore.Semaphore = queue.SimpleQueue()
-    one.put(None)
+    one = core_semaphore.Semaphore(1)
     monkeypatch.setattr(core_semaphore, "semaphore", lambda permits: one)
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0

@@ -1,7 +1,5 @@
 """Making devices, and refusing to."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -14,7 +12,7 @@ from lightning_roundpipe.devices import make_devices
 CPU = torch.device("cpu")
 
 
-def test_devices_are_numbered_and_emulated_as_asked() -> None:
+def test_devices_are_numbered_and_emulated_as_asked():
     devices = make_devices("cpu", [CPU, CPU, CPU], Emulation(memory="1KiB"))
     try:
         assert [device.index for device in devices] == [0, 1, 2]
@@ -30,7 +28,7 @@ def test_devices_are_numbered_and_emulated_as_asked() -> None:
             device.close()
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"no GPU 0, torch sees 0 CUDA.*accelerator='cpu'"):
         make_devices("cuda", [torch.device("cuda")], Emulation())
@@ -41,6 +39,6 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_importing_the_cuda_half_starts_no_cuda() -> None:
+def test_importing_the_cuda_half_starts_no_cuda():
     code = "import torch, lightning_roundpipe.devices.cuda; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)

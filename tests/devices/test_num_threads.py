@@ -1,12 +1,9 @@
 """How many threads an operation has on emulated devices, and that it is the same wherever it runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -66,14 +63,14 @@ for count in (1, 4):
 
 
 @pytest.mark.slow
-def test_bits_do_not_depend_on_the_number_of_devices() -> None:
+def test_bits_do_not_depend_on_the_number_of_devices():
     """With one thread for torch, and more for OpenMP, which a new thread would take for its first product."""
     environment = os.environ | {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}
     subprocess.run([sys.executable, "-c", BITS], env=environment, check=True, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("cores", "told", "size"), [(1, 1, 1), (7, 7, 1), (8, 8, 2), (16, 2, 2)])
-def test_the_size_of_a_team(cores: int, told: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_team(cores, told, size, monkeypatch):
     monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
     torch.set_num_threads(told)
     assert intraop_threads.threads_per_device() == size
@@ -88,20 +85,18 @@ def test_the_size_of_a_team(cores: int, told: int, size: int, monkeypatch: pytes
 needs_openmp = pytest.mark.skipif(intraop_threads._torch_cpu() is None, reason="torch's OpenMP is looked for on Linux")
 
 
-SIZES: dict[str, set[int]] = {}
+SIZES = {}
 
 
 class Sized(zoo.PlainClassifier):
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         SIZES.setdefault("user code", set()).add(torch.get_num_threads())
         return super().training_step(batch, batch_idx)
 
 
 @needs_openmp
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_optimizer_leaves_a_core_to_each_gpu(
-    workers: int, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_optimizer_leaves_a_core_to_each_gpu(workers, gpus, monkeypatch):
     """Whether or not it is used. On emulated devices, see above."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(intraop_threads, "cores", lambda: 5)
@@ -109,7 +104,7 @@ def test_the_optimizer_leaves_a_core_to_each_gpu(
     SIZES.clear()
     real = BucketStepper._apply
 
-    def apply(self: BucketStepper, *args: Any) -> None:
+    def apply(self, *args):
         SIZES.setdefault(threading.current_thread().name, set()).add(torch.get_num_threads())
         real(self, *args)
 

@@ -1,13 +1,10 @@
 """Host memory for GPUs. CUDA's part is played by a fake, so this holds for the bookkeeping and not for CUDA."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import platform
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +16,14 @@ from lightning_roundpipe.devices import pinned
 class FakeCudart:
     """Registers whatever it is given, until told to refuse; at most ``most`` pages."""
 
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
+    def __init__(self):
+        self.registered = {}
         self.error = self.calls = 0
         self.most = 1_000_000
         self.without_pages = 0
         """Bytes that had no memory yet when they were registered last."""
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address, nbytes, flags):
         assert address % mmap.PAGESIZE == 0
         assert nbytes % mmap.PAGESIZE == 0
         self.calls += 1
@@ -37,20 +34,20 @@ class FakeCudart:
             self.without_pages = nbytes - resident(address, nbytes)
         return self.error
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address):
         assert any(start <= address < end for start, end in mappings()), "unregistered after it was unmapped"
         del self.registered[address]
         return 0
 
 
-def mappings() -> list[tuple[int, int]]:
+def mappings():
     """The address ranges that this process has mapped."""
     with open("/proc/self/maps") as maps:
         ranges = [line.split()[0].split("-") for line in maps]
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
 
 
-def resident(address: int, nbytes: int) -> int:
+def resident(address, nbytes):
     """Bytes of this range that have pages. It may be a few mappings, as advice was given for parts."""
     total = 0
     for entry in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1]:
@@ -61,7 +58,7 @@ def resident(address: int, nbytes: int) -> int:
 
 
 @pytest.fixture
-def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
+def cudart(monkeypatch):
     fake = FakeCudart()
     monkeypatch.setattr(pinned, "_cudart", lambda: fake)
     monkeypatch.setattr(pinned, "_forget_last_error", lambda: None)
@@ -74,7 +71,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
 
 
 @pytest.mark.parametrize(("nbytes", "pages"), [(0, 1), (1, 1), (mmap.PAGESIZE, 1), (3 * mmap.PAGESIZE + 1, 4)])
-def test_exact_to_the_page_and_unregistered_with_the_last_view(cudart: FakeCudart, nbytes: int, pages: int) -> None:
+def test_exact_to_the_page_and_unregistered_with_the_last_view(cudart, nbytes, pages):
     buffer = pinned.host_buffer(nbytes, "on")
     assert buffer.shape == (nbytes,)
     assert buffer.dtype == torch.uint8
@@ -87,13 +84,13 @@ def test_exact_to_the_page_and_unregistered_with_the_last_view(cudart: FakeCudar
     assert not cudart.registered
 
 
-def test_all_pages_are_there_before_cuda_locks_them(cudart: FakeCudart) -> None:
+def test_all_pages_are_there_before_cuda_locks_them(cudart):
     """Page-locking would allocate them in one thread."""
     assert pinned.host_buffer((9 << 20) + 1, "on").eq(0).all()
     assert cudart.without_pages == 0
 
 
-def test_a_forked_child_shares_the_memory_and_leaves_the_registration_alone(cudart: FakeCudart) -> None:
+def test_a_forked_child_shares_the_memory_and_leaves_the_registration_alone(cudart):
     buffer = pinned.host_buffer(100, "on")
     if (child := os.fork()) == 0:
         buffer.fill_(7)
@@ -104,7 +101,7 @@ def test_a_forked_child_shares_the_memory_and_leaves_the_registration_alone(cuda
     del buffer
 
 
-def test_falls_back_with_one_warning(cudart: FakeCudart) -> None:
+def test_falls_back_with_one_warning(cudart):
     cudart.error = 2
     with pytest.warns(UserWarning, match=r"could not be pinned.*pin_memory='off'"):
         assert pinned.host_buffer(100, "auto").shape == (100,)
@@ -117,9 +114,7 @@ def test_falls_back_with_one_warning(cudart: FakeCudart) -> None:
     ("system", "remedy"),
     [("6.8.0-generic", "docker run --memory"), ("5.15.90.1-microsoft-standard-WSL2", ".wslconfig")],
 )
-def test_the_warning_says_what_helps(
-    system: str, remedy: str, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_warning_says_what_helps(system, remedy, cudart, monkeypatch):
     """What CUDA pins is not counted as locked memory, whose limit is the usual suspect."""
     monkeypatch.setattr(platform, "release", lambda: system)
     cudart.error = 2
@@ -129,7 +124,7 @@ def test_the_warning_says_what_helps(
     assert "ulimit" not in str(caught[0].message)
 
 
-def test_on_means_on_and_off_means_off(cudart: FakeCudart) -> None:
+def test_on_means_on_and_off_means_off(cudart):
     cudart.error = 2
     with pytest.raises(pinned.RegistrationError, match="pin_memory='auto'"):
         pinned.host_buffer(100, "on")
@@ -139,8 +134,8 @@ def test_on_means_on_and_off_means_off(cudart: FakeCudart) -> None:
     assert not pinned.host_like(buffer, "off").is_pinned()
 
 
-def test_memory_is_used_again_when_its_last_view_is_gone(cudart: FakeCudart) -> None:
-    def one(pages: int) -> torch.Tensor:
+def test_memory_is_used_again_when_its_last_view_is_gone(cudart):
+    def one(pages):
         return pinned.host_like(torch.empty(pages * mmap.PAGESIZE, dtype=torch.uint8), "on")
 
     first, second = one(5), one(3)
@@ -160,7 +155,7 @@ def test_memory_is_used_again_when_its_last_view_is_gone(cudart: FakeCudart) -> 
     assert not cudart.registered
 
 
-def test_what_nobody_uses_is_given_back_before_locking_fails(cudart: FakeCudart) -> None:
+def test_what_nobody_uses_is_given_back_before_locking_fails(cudart):
     page = torch.empty(mmap.PAGESIZE, dtype=torch.uint8)  # a slab of its own each
     kept = [pinned.host_like(page, "on") for _ in range(4)]
     cudart.most = 4

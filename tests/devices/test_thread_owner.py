@@ -1,15 +1,9 @@
 """The context of a thread: torch hands it to the threads that autograd runs backward on."""
 
-# Tensor.backward and the like have no types.
-# mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import sys
 import threading
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_roundpipe.devices.thread_owner import context_of_thread, working
 
@@ -21,26 +15,26 @@ class Nested(torch.autograd.Function):
     """Its backward runs another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, depth: int, seen: list[Any]) -> Tensor:
+    def forward(ctx, x, depth, seen):
         ctx.depth, ctx.seen = depth, seen
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         ctx.seen.append((threading.get_ident(), context_of_thread()))
         if ctx.depth:
             run(ctx.depth - 1, ctx.seen)
         return grad, None, None
 
 
-def run(depth: int, seen: list[Any]) -> None:
+def run(depth, seen):
     with torch.enable_grad():
-        out: Tensor = Nested.apply(torch.ones(1, requires_grad=True), depth, seen)
+        out = Nested.apply(torch.ones(1, requires_grad=True), depth, seen)
     out.backward()
 
 
-def test_autograds_own_threads_are_told() -> None:
-    seen: list[Any] = []
+def test_autograds_own_threads_are_told():
+    seen = []
     with working("a layer"):
         run(DEEP, seen)
     assert context_of_thread() is None
@@ -49,7 +43,7 @@ def test_autograds_own_threads_are_told() -> None:
     assert {context for _, context in seen} == {"a layer"}
 
 
-def test_no_reference_is_lost() -> None:
+def test_no_reference_is_lost():
     """Some versions of torch give up a reference to what they keep that they have never taken."""
     context = object()
     before = sys.getrefcount(context)

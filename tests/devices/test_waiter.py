@@ -1,7 +1,5 @@
 """A wake is not missed, whenever it comes."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -10,7 +8,7 @@ from patience import PATIENCE_S
 from lightning_roundpipe.devices.waiter import Waiter
 
 
-def wait_twice(waiter: Waiter, seconds: float | None) -> None:
+def wait_twice(waiter, seconds):
     for _ in range(2):  # it stays woken
         if seconds is None:
             waiter.wait()
@@ -20,7 +18,7 @@ def wait_twice(waiter: Waiter, seconds: float | None) -> None:
 
 @pytest.mark.parametrize("seconds", [None, PATIENCE_S])
 @pytest.mark.parametrize("wakes", [1, 2, 3])
-def test_wakes_and_waits_in_any_order(wakes: int, seconds: float | None) -> None:
+def test_wakes_and_waits_in_any_order(wakes, seconds):
     for _ in range(200):
         waiter = Waiter()
         threads = [threading.Thread(target=wait_twice, args=(waiter, seconds), daemon=True)]

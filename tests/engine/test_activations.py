@@ -1,7 +1,5 @@
 """Values that a microbatch saves on the host."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch
@@ -12,7 +10,7 @@ from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.events import Recorder
 
 
-def test_a_tensor_is_saved_once_while_it_lives() -> None:
+def test_a_tensor_is_saved_once_while_it_lives():
     """Each stage that takes it finds the same values, also if no call keeps them; they do not outlive it."""
     [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     activations = Activations(0, Recorder(), device)

@@ -1,14 +1,11 @@
 """Which arguments of a layer are copied, so that it may write to them: those that are no more than their attributes."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import math
 import random
 from collections import UserDict, deque
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from lightning_roundpipe.engine.arguments import Arguments, is_box
 
 
 class Cache:
-    def __init__(self) -> None:
+    def __init__(self):
         self.keys = [torch.zeros(2)]
 
 
@@ -33,7 +30,7 @@ class Colour(enum.Enum):
 
 
 class Pickled(Cache):
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Pickled, ()
 
 
@@ -45,19 +42,19 @@ AS_THEY_ARE = [
 
 
 @pytest.mark.parametrize("value", COPIED, ids=lambda value: type(value).__name__)
-def test_objects_that_are_their_attributes_are_copied(value: Any) -> None:
+def test_objects_that_are_their_attributes_are_copied(value):
     arguments = Arguments((value,), {}, {})
     [copied] = arguments.build(arguments.tensors).args
     assert is_box(value) and copied is not value and type(copied) is type(value)
 
 
 @pytest.mark.parametrize("value", AS_THEY_ARE, ids=lambda value: type(value).__name__)
-def test_all_other_objects_go_in_as_they_are(value: Any) -> None:
+def test_all_other_objects_go_in_as_they_are(value):
     [same] = Arguments((value,), {}, {}).build([]).args
     assert same is value
 
 
-def test_tensors_in_an_object_of_torch_are_arguments() -> None:
+def test_tensors_in_an_object_of_torch_are_arguments():
     normal = Normal(torch.zeros(2), torch.ones(2))
     arguments = Arguments((normal,), {}, {})
     assert {id(normal.loc), id(normal.scale)} <= set(map(id, arguments.tensors))

@@ -1,14 +1,11 @@
 """The strategy's own choice to carry products: where the link and the host have room, and faster there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours
+from harness import Learner, ours
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import register_flop_formula
@@ -38,40 +35,36 @@ def slow_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     return (total * weight).expand_as(x).clone(), (total * x.sum()).reshape(1)
 
 
-def _backward(ctx: Any, grad: Tensor) -> Any:
-    return slow_gradient(grad, *ctx.saved_tensors)
-
-
-slow_product.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+slow_product.register_autograd(
+    lambda ctx, grad: slow_gradient(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 register_flop_formula(torch.ops.roundpipe_tests.slow_product)(lambda *_, **__: 1)
 
 
 class Slow(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.full((1,), 1e-3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = slow_product(x, self.weight)
+    def forward(self, x):
+        made = slow_product(x, self.weight)
         return torch.tanh(made[:4])
 
 
-class Module(pl.LightningModule):
-    def __init__(self) -> None:
+class Module(Learner, lr=0.001):
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Slow() for _ in range(9))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         h = batch[0]
         for layer in self.layers:
             h = layer(h)
         return h.mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-
-def fit(bandwidth: float | None) -> dict[str, Any]:
+def fit(bandwidth):
     strategy = ours(num_microbatches=4, layers=["Slow"], carry_products=True, emulation={"bandwidth": bandwidth})
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
@@ -81,7 +74,7 @@ def fit(bandwidth: float | None) -> dict[str, Any]:
     return dict(strategy.report())
 
 
-def test_a_fast_link_carries_and_is_faster_than_any_recomputation() -> None:
+def test_a_fast_link_carries_and_is_faster_than_any_recomputation():
     """By the times that it has measured. What a step takes depends on what else the machine does."""
     report = fit(50e6)
     plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
@@ -94,10 +87,10 @@ def test_a_fast_link_carries_and_is_faster_than_any_recomputation() -> None:
 
 
 @pytest.mark.parametrize("bandwidth", [2e6, None])
-def test_a_slow_or_unknown_link_recomputes(bandwidth: float | None) -> None:
+def test_a_slow_or_unknown_link_recomputes(bandwidth):
     assert not Plan.parse(fit(bandwidth)["plan"]).carry
 
 
-def test_a_small_host_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_host_recomputes(monkeypatch):
     monkeypatch.setattr(planner, "free_bytes", lambda: 1_000_000)
     assert not Plan.parse(fit(50e6)["plan"]).carry

@@ -1,58 +1,56 @@
 """A slot that closes before its last weights are published: its place is free behind their upload, not before."""
 
-from __future__ import annotations
-
 import functools
 import time
-from typing import Any
+from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import assert_same, ours, run
+from harness import Learner, assert_same, ours, run
 from ordering import Ordering
 from patience import longer_each_try
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_roundpipe.devices import Event
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.devices.thread_event import ThreadEvent
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.worker import GradientSender, SlotMemory
+from lightning_roundpipe.engine.uploads import SlotMemory
+from lightning_roundpipe.engine.worker import GradientSender
+from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 
-class Skips(pl.LightningModule):
+class Skips(Learner):
     """The first layer is frozen, so it never waits for an update; some batches leave the others out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(8, 8).requires_grad_(False)
         self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         h = self.first(batch["x"])
         if not batch["skips"][0]:
             h = self.third(self.second(h).tanh())
         return h.square().mean() * torch.ones((), requires_grad=True)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 @functools.partial(longer_each_try, each=(1.0, 4.0, 16.0))
-def test_its_place_is_free_behind_all_that_uses_it(times: float) -> None:
+def test_its_place_is_free_behind_all_that_uses_it(times):
     """The weights that were used, and those that no call has asked for, which arrive after the slot has closed."""
     generator = torch.Generator().manual_seed(0)
     batches = [{"x": torch.randn(4, 8, generator=generator), "skips": torch.full((4,), n == 2)} for n in range(4)]
     expected = run("auto", Skips(), batches, watch=False)
     apply, free_place, ordered = BucketStepper._apply, GradientSender._free_place, list[bool]()
 
-    def late(*args: Any) -> None:
+    def late(*args):
         time.sleep(0.05 * times)
         apply(*args)
 
-    def free(self: GradientSender, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
+    def free(self, slot, memory, end, pending):
         place, uploads = slot.weights.place, slot.weights.uploads
         free_place(self, slot, memory, end, pending)
         if pending:
@@ -69,3 +67,24 @@ def test_its_place_is_free_behind_all_that_uses_it(times: float) -> None:
     assert_same(expected, found)
     assert ordered, "no slot closed before its weights were published"
     assert all(ordered)
+
+
+def test_a_place_that_sends_nothing_is_free_behind_what_computes(monkeypatch):
+    """Who gets its gradients' memory waits for their copies alone, and no copy has waited for the worker."""
+    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+    sender, memory, computed = GradientSender(device), SlotMemory(device), ThreadEvent("compute", device._switch, False)
+    spec = SimpleNamespace(scope=CancelScope())
+    slot = Slot(0, 0, "backward", [], [], {}, [0], spec)
+    monkeypatch.setattr(device.compute, "record", lambda **_: computed)
+    try:
+        memory.arena.make(1024)
+        slot.weights.place = memory.arena.enter([])
+        region = memory.arena.add_gradients(slot.weights.place, [64])
+        sender.free_place(slot, memory, [])
+        assert region.last_use is not None and not region.last_use.done()
+        computed.settle(None)
+        region.last_use.wait()
+    finally:
+        sender.stop()
+        sender.join()
+        device.close()

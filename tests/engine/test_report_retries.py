@@ -1,36 +1,30 @@
 """An allocator that gives back all it keeps to find room: the report counts that, and says what helps."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import fake_cuda
 import harness
 import pytest
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe.devices.cuda import CudaDevice
-
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
+def gpus(monkeypatch):
     return fake_cuda.trainers_on_gpus(monkeypatch)
 
 
 class RetriesIn(zoo.PlainClassifier):
     """The allocator tries again in these batches."""
 
-    def __init__(self, *batches: int) -> None:
+    def __init__(self, *batches):
         super().__init__(zoo.MLP())
         self.batches = batches
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         fake_cuda.RETRIES[0] = 3 * sum(there <= batch_idx for there in self.batches)
         return super().training_step(batch, batch_idx)
 
 
-def test_retries_of_a_step_are_reported_with_the_remedy(gpus: list[CudaDevice]) -> None:
+def test_retries_of_a_step_are_reported_with_the_remedy(gpus):
     used = ours(num_microbatches=2, plan=harness.single(6, 2))
     report = run(used, RetriesIn(5, 8), zoo.make_batches("mlp", 9), devices=2, watch=False).report
     assert report is not None

@@ -1,13 +1,9 @@
 """Any plan, any delays, calls that are skipped, repeated and swapped, errors anywhere: plain weights, and no hang."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from engine_rounds import Boom, Engined, Round, run
@@ -21,7 +17,7 @@ from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
 @pytest.mark.timeout(300)
-def test_rounds() -> None:
+def test_rounds():
     outcomes = [run(seed) for seed in range(16)]
     assert "failed" in outcomes and "trained" in outcomes
 
@@ -29,13 +25,13 @@ def test_rounds() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(2))
-def test_many_rounds(part: int) -> None:
+def test_many_rounds(part):
     for seed in range(60):
         run(1000 + 700 * part + seed)
 
 
 @contextlib.contextmanager
-def engined(staleness: int) -> Iterator[tuple[Engined, Callable[[], None]]]:
+def engined(staleness):
     """An engine that has trained, with what trains one more window. Behind the error of a step it trains on."""
     drawn = replace(Round.draw(0), apart=True, overlap=True, plan=None, staleness=staleness, error=None)
     ours = Engined(drawn, Emulation())
@@ -53,7 +49,7 @@ def engined(staleness: int) -> Iterator[tuple[Engined, Callable[[], None]]]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_beside_a_step_is_raised_once(staleness, monkeypatch):
     """Before the next window begins: the step in flight has failed with it, and is over when the error is raised."""
     monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # or all might be stepped in one call
     with engined(staleness) as (ours, train):
@@ -67,13 +63,13 @@ def test_an_update_that_fails_beside_a_step_is_raised_once(staleness: int, monke
             train()
 
 
-def test_a_step_whose_predecessor_fails_while_it_is_made_fails_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_predecessor_fails_while_it_is_made_fails_with_it(monkeypatch):
     """The error is that of the step before, nothing is left in flight, and the engine trains on."""
     with engined(staleness=0) as (ours, train):
         before = ours.engine._step_in_flight
         assert before is not None
 
-        def readiness(*args: Any, **options: Any) -> GradReadiness:  # the first thing that a step makes
+        def readiness(*args, **options):  # the first thing that a step makes
             before.spec.scope.fail(Boom("before"))
             return GradReadiness(*args, **options)
 
@@ -82,7 +78,7 @@ def test_a_step_whose_predecessor_fails_while_it_is_made_fails_with_it(monkeypat
             train()
 
 
-def test_gradients_that_a_failed_step_never_downloads_are_not_waited_for() -> None:
+def test_gradients_that_a_failed_step_never_downloads_are_not_waited_for():
     """The error comes out behind the window that returned their losses. The next window trains on."""
     with engined(staleness=0) as (ours, train):
         ours.engine.settle()
@@ -97,21 +93,21 @@ def test_gradients_that_a_failed_step_never_downloads_are_not_waited_for() -> No
             ours.engine.settle()
 
 
-def test_devices_are_reset_behind_the_last_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_reset_behind_the_last_upload(monkeypatch):
     """The optimizer's thread, which publishes weights, is no thread of the step: nothing else waits for its uploads."""
-    left: list[bool] = []
+    left = []
     reset = EmulatedDevice.reset
 
-    def resetting(device: EmulatedDevice) -> None:
-        left.extend(bool(worker.planned.uploads._queue) for worker in ours.engine.context.pool.workers)
+    def resetting(device):
+        left.extend(bool(worker.planned._queue) for worker in ours.engine.context.pool.workers)
         reset(device)
 
-    def failing(*args: object) -> None:
+    def failing(*args):
         slot = ours.engine.context.pool.workers[0].tickets.slots[-1]
         with monkeypatch.context() as patch:
             patch.setattr(type(slot.layers[0].bucket), "has", lambda bucket, version: False)
             patch.setattr(type(slot.layers[0].bucket), "when", lambda *args: True)
-            ours.engine.context.pool.workers[0].planned.uploads.prepare(slot)  # weights that are published too late
+            ours.engine.context.pool.workers[0].planned.prepare(slot)  # weights that are published too late
         raise Boom("late")
 
     with engined(staleness=0) as (ours, train):

@@ -1,13 +1,9 @@
 """The baton: one at a time, the lowest rank first, no wake-up lost, and no wait outlives a failure."""
 
-from __future__ import annotations
-
 import functools
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from patience import PATIENCE_S
@@ -18,11 +14,11 @@ from lightning_roundpipe.engine.sync import Baton, Cancelled, CancelScope, Given
 pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
 
 
-def together(functions: list[Callable[[], object]]) -> None:
+def together(functions):
     """Run each on a thread of its own, and raise the first error of one."""
-    errors: list[BaseException] = []
+    errors = []
 
-    def guarded(function: Callable[[], object]) -> None:
+    def guarded(function):
         try:
             function()
         except BaseException as error:
@@ -41,10 +37,10 @@ def together(functions: list[Callable[[], object]]) -> None:
 class Alone:
     """Sees whether two threads are inside at once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._inside = 0
 
-    def __call__(self, pause: float = 0.0) -> None:
+    def __call__(self, pause=0.0):
         self._inside += 1
         time.sleep(pause)
         assert self._inside == 1, "two threads hold the baton"
@@ -52,13 +48,13 @@ class Alone:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_one_at_a_time_and_no_wake_up_is_lost(seed: int) -> None:
+def test_one_at_a_time_and_no_wake_up_is_lost(seed):
     """Threads hand signals round, wait, give the baton up and offer it, at random moments."""
     draw, count, baton, alone = random.Random(seed), 6, Baton(), Alone()
     scope = CancelScope()
     signals = [[Signal() for _ in range(count)] for _ in range(8)]
 
-    def run(number: int, pauses: random.Random) -> None:
+    def run(number, pauses):
         runner = Runner(scope, pauses.randrange(4))
         baton.acquire(runner)
         for row in signals:
@@ -67,47 +63,47 @@ def test_one_at_a_time_and_no_wake_up_is_lost(seed: int) -> None:
             others = list(row)
             pauses.shuffle(others)
             for other in others:
-                baton.wait(runner, other.then)
+                baton.wait(other.then)
                 alone()
             if pauses.random() < 0.5:
-                with GivenUp(baton, runner):
+                with GivenUp(baton):
                     time.sleep(pauses.random() * 1e-3)
             runner.rank = pauses.randrange(4)
-            baton.offer(runner)
+            baton.offer()
         alone()
         baton.release()
 
     pauses = [random.Random(draw.random()) for _ in range(count)]
-    together([lambda n=n: run(n, pauses[n]) for n in range(count)])  # type: ignore[misc]
+    together([lambda n=n: run(n, pauses[n]) for n in range(count)])
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_failure_ends_every_wait(seed: int) -> None:
+def test_a_failure_ends_every_wait(seed):
     """Also of threads that are just about to wait, or were just made ready."""
     draw, baton, alone = random.Random(seed), Baton(), Alone()
     scope = CancelScope(lambda: baton.wake(scope))
     signals = [Signal() for _ in range(5)]
-    cancelled: list[int] = []
+    cancelled = []
 
-    def run(number: int, pause: float) -> None:
+    def run(number, pause):
         runner = Runner(scope, number)
         baton.acquire(runner)
         try:
-            with GivenUp(baton, runner):
+            with GivenUp(baton):
                 time.sleep(pause)
-            baton.wait(runner, signals[number].then)
-            baton.wait(runner, Signal().then)
+            baton.wait(signals[number].then)
+            baton.wait(Signal().then)
         except Cancelled:
             alone()
             cancelled.append(number)
         finally:
             baton.release()
 
-    def fail(pause: float) -> None:
+    def fail(pause):
         time.sleep(pause)
         scope.fail(ValueError())
 
-    def set_some(pause: float) -> None:
+    def set_some(pause):
         time.sleep(pause)
         for signal in signals[::2]:
             signal.set()
@@ -119,20 +115,20 @@ def test_a_failure_ends_every_wait(seed: int) -> None:
     baton.acquire(Runner(CancelScope()))  # nobody has kept it
 
 
-def test_the_lowest_rank_goes_first() -> None:
+def test_the_lowest_rank_goes_first():
     baton, scope, order = Baton(), CancelScope(), list[int]()
     main = Runner(scope)
     baton.acquire(main)
     waiting = threading.Semaphore(0)
 
-    def run(rank: int) -> None:
+    def run(rank):
         waiting.release()
         runner = Runner(scope, rank)
         baton.acquire(runner)
         order.append(rank)
         baton.release()
 
-    def release() -> None:
+    def release():
         for _ in range(4):
             assert waiting.acquire(timeout=PATIENCE_S)
         while len(baton._ready) < 4:
@@ -144,13 +140,13 @@ def test_the_lowest_rank_goes_first() -> None:
 
 
 @pytest.mark.parametrize("handed", [False, True], ids=["in the queue", "handed over"])
-def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed: bool) -> None:
+def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed):
     """As the main thread does on Ctrl-C, or when the watchdog barks."""
     baton, scope = Baton(), CancelScope()
     holder = Runner(scope)
     baton.acquire(holder)
 
-    def sleep() -> None:
+    def sleep():
         if handed:
             baton.release()
         raise KeyboardInterrupt
@@ -159,32 +155,32 @@ def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed: bool) -> No
         baton.acquire(Runner(scope), sleep)
     if not handed:
         baton.release()
-    assert not baton._held and not baton._ready
+    assert baton._holder is None and not baton._ready
 
 
-def test_a_microbatch_goes_on_while_its_turns_have_come() -> None:
+def test_a_microbatch_goes_on_while_its_turns_have_come():
     """It runs on each worker before the next one begins, and does not hand the baton over in between."""
     baton, scope, order = Baton(), CancelScope(), list[tuple[int, int]]()
     workers = [TicketQueue(baton, lambda slot: None) for _ in range(3)]
-    spec: Any = None
+    spec = None
     slots = [Slot(index, index % 3, "forward", [], [], {}, range(3), spec) for index in range(6)]
     for slot in slots:
         workers[slot.worker].add(slot)
 
-    def run(microbatch: int) -> None:
+    def run(microbatch):
         runner = Runner(scope, microbatch)
         baton.acquire(runner)
         try:
             for slot in slots:
                 if slot.index:
                     workers[(slot.index - 1) % 3].release(slots[slot.index - 1], microbatch)
-                workers[slot.worker].acquire(slot, microbatch, runner)
+                workers[slot.worker].acquire(slot, microbatch)
                 order.append((microbatch, slot.index))
             workers[slots[-1].worker].release(slots[-1], microbatch)
         finally:
             baton.release()
 
-    def begin() -> None:
+    def begin():
         while len(baton._ready) < 3:
             time.sleep(1e-4)
         baton.release()

@@ -4,8 +4,6 @@ A wait that can be left out unnoticed is either not needed or not tested. `Order
 nothing from timing. Waits between threads show in the numbers, in an error, or in a step that hangs.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 
@@ -32,15 +30,12 @@ WAITS = [
     ("engine.activations:_downloaded", "stream.wait(ready)"),
     ("engine.activations:upload", "stream.wait(saved.ready)"),
     ("engine.carrying:download_parts", "stream.wait(home.compute.record())"),
-    ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event, turns.runner)"),
-    (
-        "engine.step_slots:Turns.wait_for",
-        "self.context.pool.baton.wait(self.runner, functools.partial(what.when, version))",
-    ),
-    ("engine.microbatch:CallingThread.run", "baton.wait(runner, self._after.then)"),
-    ("engine.step:Step._wait", "self.context.pool.wait(waiter, self.spec.scope)"),
+    ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event)"),
+    ("engine.step_slots:Turns.wait_for", "self.context.pool.baton.wait(functools.partial(what.when, version))"),
+    ("engine.microbatch:CallingThread.run", "baton.wait(self._after.then)"),
+    ("engine.step:Step._wait_for_outputs", "self.context.pool.wait_for(microbatch.ready, self.spec.scope)"),
     ("engine.step:Step._wait_for_outputs", "microbatch.result.computed.wait()"),
-    ("engine.uploads:WeightUploads._upload", "stream.wait(event)"),
+    ("engine.uploads:SlotMemory._upload", "stream.wait(event)"),
     ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
     ("engine.worker:GradientSender._send", "stream.wait(end)"),
     ("engine.worker:Worker._wait_for_gradients", "self.device.compute.wait(event)"),
@@ -48,28 +43,28 @@ WAITS = [
     ("engine.worker:Worker.close_slot", "self._wait_for_gradients(slot)  # a slot may close without a backward"),
     ("engine.worker:Worker.follow", "self.device.compute.wait(event)"),
     ("engine.worker:Worker.gradients_of", "self._wait_for_gradients(slot)"),
-    ("engine.worker:Worker.wait_for_weights", "self._baton.wait(runner, upload.enqueued.then)"),
-    ("engine.worker:Worker.wait_for_weights", "self.follow(upload.end, runner)"),
-    ("engine.executor:Executor._arrived", "self.worker.follow(event, runner)"),
+    ("engine.worker:Worker.bring_in", "self._baton.wait(upload.enqueued.then)"),
+    ("engine.worker:Worker.bring_in", "self.follow(upload.end)"),
+    ("engine.worker:Worker.arrived", "self.follow(event)"),
 ]
 
 
 @pytest.fixture(autouse=True)
-def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def late(monkeypatch):
     """Updates are late, bucket by bucket: by so many seconds."""
     seconds = [0.02]
     real = BucketStepper._apply
 
-    def apply(*args: object) -> None:
+    def apply(*args):
         time.sleep(seconds[0])
-        real(*args)  # type: ignore[arg-type]
+        real(*args)
 
     monkeypatch.setattr(bucket_stepper, "PIECE", 0)
     monkeypatch.setattr(BucketStepper, "_apply", apply)
     return seconds
 
 
-def noticed(case: Case, where: str = "", line: str = "") -> list[str]:
+def noticed(case, where="", line=""):
     """What the checks say of a run without ``line``."""
     expected = stress.reference(case)
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +80,7 @@ def noticed(case: Case, where: str = "", line: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_noticed_while_all_are_there(case: str) -> None:
+def test_nothing_is_noticed_while_all_are_there(case):
     """Or the test below would say nothing."""
     assert noticed(CASES[case]) == []
 
@@ -93,6 +88,6 @@ def test_nothing_is_noticed_while_all_are_there(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "line"), WAITS)
 @functools.partial(longer_each_try, each=(1.0, 4.0, 16.0))
-def test_a_wait_that_is_missing_is_noticed(where: str, line: str, late: list[float], times: float) -> None:
+def test_a_wait_that_is_missing_is_noticed(where, line, late, times):
     late[0] = 0.02 * times
     assert any(noticed(case, where, line) for case in CASES.values()), "nothing shows"

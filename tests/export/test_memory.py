@@ -1,7 +1,5 @@
 """An export holds the weights of one file, however large the model is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +36,7 @@ for name, run in (("merged", "adapters"), ("all", "all.ckpt")):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     """A model of 216 MiB, adapters for it, and a checkpoint of all weights; and one of one layer."""
     folder = tmp_path_factory.mktemp("models")
     for name, layers in (("", LAYERS), ("small_", 1)):
@@ -53,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_peak(models: Path) -> None:
+def test_peak(models):
     command = [sys.executable, "-c", PROGRAM, str(models), str(SHARD)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,15 +1,9 @@
 """Exported models compute what plain PEFT's merged models compute, whatever the adapters are."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_roundpipe.export import export
 
@@ -30,7 +24,7 @@ MOE = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_siz
 TOKENS = torch.arange(2, 26).reshape(2, 12)
 
 
-def make_base(folder: Path, kind: str = "llama", dtype: str = "float32", **settings: Any) -> Path:
+def make_base(folder, kind="llama", dtype="float32", **settings):
     """A random model as `save_pretrained` writes it, in several files."""
     torch.manual_seed(0)
     if not settings:
@@ -43,7 +37,7 @@ def make_base(folder: Path, kind: str = "llama", dtype: str = "float32", **setti
     return folder
 
 
-def make_adapters(base: Path, folder: Path, config: LoraConfig) -> Tensor:
+def make_adapters(base, folder, config):
     """Adapters that change the model, saved by PEFT; the logits that they give in fp32."""
     torch.manual_seed(1)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config)
@@ -54,13 +48,12 @@ def make_adapters(base: Path, folder: Path, config: LoraConfig) -> Tensor:
     return logits(model)
 
 
-def logits(model: Any) -> Tensor:
+def logits(model):
     with torch.no_grad():
-        found: Tensor = model.eval()(TOKENS).logits
-        return found
+        return model.eval()(TOKENS).logits
 
 
-def load(folder: Path, dtype: str = "auto") -> PreTrainedModel:
+def load(folder, dtype="auto"):
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model
@@ -68,7 +61,7 @@ def load(folder: Path, dtype: str = "auto") -> PreTrainedModel:
 
 LINEAR = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "plain": ("llama", SMALL, LINEAR),
     "dora": ("llama", SMALL, LINEAR | {"use_dora": True}),
     "patterns": ("llama", SMALL, LINEAR | {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}}),
@@ -78,21 +71,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         LINEAR | {"bias": "all", "target_modules": ["c_attn"]},
     ),
     "modules to save": ("llama", SMALL, LINEAR | {"modules_to_save": ["lm_head", "norm"]}),
-    "tied, output layer adapted": (
-        "llama",
-        TIED,
-        LINEAR | {"target_modules": ["q_proj", "lm_head"]},
-    ),
-    "tied, embedding adapted": (
-        "llama",
-        TIED,
-        LINEAR | {"target_modules": ["q_proj", "embed_tokens"]},
-    ),
-    "tied, tokens trained": (
-        "llama",
-        TIED,
-        LINEAR | {"trainable_token_indices": {"embed_tokens": [3, 7]}},
-    ),
+    "tied, output layer adapted": ("llama", TIED, LINEAR | {"target_modules": ["q_proj", "lm_head"]}),
+    "tied, embedding adapted": ("llama", TIED, LINEAR | {"target_modules": ["q_proj", "embed_tokens"]}),
+    "tied, tokens trained": ("llama", TIED, LINEAR | {"trainable_token_indices": {"embed_tokens": [3, 7]}}),
     "experts in one parameter": ("qwen3_moe", MOE, EXPERTS),
     "fused in the files": ("phi3", SMALL | {"pad_token_id": 0}, LINEAR),
 }
@@ -100,7 +81,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_equals_peft(case: str, tmp_path: Path) -> None:
+def test_equals_peft(case, tmp_path):
     kind, settings, lora = CASES[case]
     base = make_base(tmp_path / "base", kind, **settings)
     wanted = make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **lora))
@@ -110,7 +91,7 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load(tmp_path / "merged")), wanted, atol=2e-5, rtol=2e-5)
 
 
-def test_merged_in_fp32_and_rounded_once(tmp_path: Path) -> None:
+def test_merged_in_fp32_and_rounded_once(tmp_path):
     """To the bit what PEFT makes in fp32, cast afterwards; weights without adapters are those of the files."""
     base = make_base(tmp_path / "base", dtype="bfloat16")
     make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **LINEAR))

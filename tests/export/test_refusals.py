@@ -1,11 +1,7 @@
 """What cannot be exported is refused by name, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +18,13 @@ SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hi
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
 
 
-def make_base(folder: Path, kind: str = "llama", **settings: Any) -> Path:
+def make_base(folder, kind="llama", **settings):
     torch.manual_seed(0)
     from_config(kind, **(SIZES | HEADS | settings)).model.save_pretrained(folder, max_shard_size="100KB")
     return folder
 
 
-def make_adapters(base: Path, folder: Path, config: Any = None) -> Path:
+def make_adapters(base, folder, config=None):
     config = config or LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     model.save_pretrained(folder, save_embedding_layers=False)
@@ -36,37 +32,37 @@ def make_adapters(base: Path, folder: Path, config: Any = None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return make_base(tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture(scope="module")
-def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     train(folder, "model=folder", f"model.folder={base}", "data.vocab_size=128", "lora=all_linear")
     return folder
 
 
 @pytest.fixture
-def adapters(base: Path, tmp_path: Path) -> Path:
+def adapters(base, tmp_path):
     return make_adapters(base, tmp_path / "adapters")
 
 
-def refused(message: str, run: Path, to: Path, **options: Any) -> None:
+def refused(message, run, to, **options):
     before = sorted(to.parent.iterdir())
     with pytest.raises(ValueError, match=message):
         export(run, to, **options)
     assert sorted(to.parent.iterdir()) == before
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def test_no_run(base: Path, tmp_path: Path) -> None:
+def test_no_run(base, tmp_path):
     refused(r"^run=.*nowhere is not a folder. Name one that roundpipe-train", tmp_path / "nowhere", tmp_path / "to")
     refused(r"^run=.* holds no config.yaml and no adapter_config.json", tmp_path, tmp_path / "to")
     torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
@@ -76,7 +72,7 @@ def test_no_run(base: Path, tmp_path: Path) -> None:
         refused("it has no state_dict", tmp_path / "a.ckpt", tmp_path / "to", base=str(base))
 
 
-def test_a_run_without_its_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_its_checkpoint(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     for name in ("checkpoints", "adapters"):
         shutil.rmtree(tmp_path / "run" / name)
@@ -94,7 +90,7 @@ def test_a_run_without_its_checkpoint(run: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- the weights
 
 
-def test_all_weights_of_another_model(run: Path, base: Path, tmp_path: Path) -> None:
+def test_all_weights_of_another_model(run, base, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base)
     checkpoint, to = tmp_path / "all.ckpt", tmp_path / "to"
     torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}, checkpoint)
@@ -109,7 +105,7 @@ def test_all_weights_of_another_model(run: Path, base: Path, tmp_path: Path) -> 
     refused(message, checkpoint, to, base=str(wider))
 
 
-def test_adapters_in_a_checkpoint_of_a_script(run: Path, base: Path, tmp_path: Path) -> None:
+def test_adapters_in_a_checkpoint_of_a_script(run, base, tmp_path):
     """Their scale is not in it."""
     [path] = (run / "checkpoints").glob("*.ckpt")
     shutil.copy(path, tmp_path / "a.ckpt")
@@ -117,7 +113,7 @@ def test_adapters_in_a_checkpoint_of_a_script(run: Path, base: Path, tmp_path: P
     refused(message, tmp_path / "a.ckpt", tmp_path / "to", base=str(base))
 
 
-def test_adapters_that_have_diverged(adapters: Path, tmp_path: Path) -> None:
+def test_adapters_that_have_diverged(adapters, tmp_path):
     tensors = load_file(adapters / "adapter_model.safetensors")
     next(iter(tensors.values()))[0, 0] = torch.nan
     save_file(tensors, adapters / "adapter_model.safetensors")
@@ -135,11 +131,11 @@ def test_adapters_that_have_diverged(adapters: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_adapters_that_are_not_merged(config: Any, message: str, base: Path, tmp_path: Path) -> None:
+def test_adapters_that_are_not_merged(config, message, base, tmp_path):
     refused(message, make_adapters(base, tmp_path / "adapters", config), tmp_path / "to")
 
 
-def test_a_base_model_that_is_quantised(base: Path, adapters: Path, tmp_path: Path) -> None:
+def test_a_base_model_that_is_quantised(base, adapters, tmp_path):
     packed = tmp_path / "packed"
     shutil.copytree(base, packed)
     config = json.loads((base / "config.json").read_text())
@@ -151,12 +147,12 @@ def test_a_base_model_that_is_quantised(base: Path, adapters: Path, tmp_path: Pa
 # ----------------------------------------------------------------------------------------------------------- the target
 
 
-def test_settings(adapters: Path, tmp_path: Path) -> None:
+def test_settings(adapters, tmp_path):
     to = tmp_path / "to"
     refused(r"^dtype='int4' must be one of auto", adapters, to, dtype="int4")
 
 
-def test_a_folder_that_is_there(base: Path, adapters: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_there(base, adapters, tmp_path):
     to = tmp_path / "to"
     to.mkdir()
     export(adapters, to)  # it is empty
@@ -174,14 +170,12 @@ def test_a_folder_that_is_there(base: Path, adapters: Path, tmp_path: Path) -> N
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
-def test_an_interrupted_export(
-    error: BaseException, shown: Any, adapters: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_an_interrupted_export(error, shown, adapters, tmp_path, monkeypatch):
     """Nothing is left."""
     to, written = tmp_path / "to", []
     beside = sorted(tmp_path.iterdir())
 
-    def fail(tensors: Any, path: Path, metadata: Any) -> None:
+    def fail(tensors, path, metadata):
         if written:
             raise error
         written.append(path)

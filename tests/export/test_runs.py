@@ -1,10 +1,7 @@
 """What runs of ``roundpipe-train`` leave is exported: their model, whatever its weights came from."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,13 +19,13 @@ SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hi
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
 
 
-def exported(run: Path, to: Path, **options: object) -> object:
-    export(run, to, **options)  # type: ignore[arg-type]
+def exported(run, to, **options):
+    export(run, to, **options)
     return AutoModelForCausalLM.from_pretrained(to, dtype="auto")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """The base model of most runs here, in a folder and in bfloat16."""
     folder = tmp_path_factory.mktemp("models") / "base"
     torch.manual_seed(3)
@@ -39,23 +36,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+def adapted(base, tmp_path_factory):
     """A run that has trained adapters, and its logits."""
     run = tmp_path_factory.mktemp("runs") / "adapted"
     return run, logits(train(run, "model=folder", f"model.folder={base}", "data.vocab_size=128", LORA).model)
 
 
-def test_adapters(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
+def test_adapters(adapted, base, tmp_path):
     run, wanted = adapted
     merged = exported(run, tmp_path / "merged", dtype="float32")
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base, dtype="float32")), wanted, atol=1e-4)
-    assert merged.generation_config.max_length == 77  # type: ignore[attr-defined]
+    assert merged.generation_config.max_length == 77
     in_16_bits = exported(run, tmp_path / "auto")
-    assert {parameter.dtype for parameter in in_16_bits.parameters()} == {torch.bfloat16}  # type: ignore[attr-defined]
+    assert {parameter.dtype for parameter in in_16_bits.parameters()} == {torch.bfloat16}
 
 
-def test_the_tokenizer_of_the_data_comes_along(base: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_data_comes_along(base, tmp_path):
     """Instead of the base model's."""
     texts, folder, model = tmp_path / "texts", tmp_path / "tokenizer", tmp_path / "model"
     texts.mkdir()
@@ -77,19 +74,19 @@ def test_the_tokenizer_of_the_data_comes_along(base: Path, tmp_path: Path) -> No
     assert not (tmp_path / "again").exists()
 
 
-def test_all_weights(base: Path, tmp_path: Path) -> None:
+def test_all_weights(base, tmp_path):
     """Written in the dtype of the base model's files, once each."""
     module = train(tmp_path / "run", "model=folder", f"model.folder={base}", "data.vocab_size=128")
     merged = exported(tmp_path / "run", tmp_path / "full", max_shard_size=100_000)
     wanted = module.model.to(torch.bfloat16).state_dict()
-    found = merged.state_dict()  # type: ignore[attr-defined]
+    found = merged.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     index = json.loads((tmp_path / "full" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
 
 
-def test_adapters_on_random_weights(tmp_path: Path) -> None:
+def test_adapters_on_random_weights(tmp_path):
     """The seed draws the base model's weights again, whatever has been drawn in between."""
     module = train(tmp_path / "run", LORA, "model.tie_word_embeddings=true", "seed=5")
     torch.rand(7)
@@ -97,9 +94,7 @@ def test_adapters_on_random_weights(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), logits(module.model), atol=1e-5, rtol=1e-5)
 
 
-def test_a_relative_folder_is_that_of_the_run(
-    adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_that_of_the_run(adapted, base, tmp_path, monkeypatch):
     run, wanted = adapted
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
@@ -112,7 +107,7 @@ def test_a_relative_folder_is_that_of_the_run(
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_path: Path) -> None:
+def test_weights_that_were_quantised_while_they_were_trained(base, tmp_path):
     """What is merged into are the 16-bit files that the run began with, which is said."""
     pytest.importorskip("bitsandbytes")
     settings = [f"model.folder={base}", "data.vocab_size=128", LORA, "model.quantization=nf4"]
@@ -125,7 +120,7 @@ def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_pat
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint(base, tmp_path):
     """The learning rate ruins the model, so the best checkpoint is not the last."""
     settings = ["optimizer.lr=0.5", "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
     settings += ["callbacks.checkpoint.monitor=val_loss", "trainer.val_check_interval=1", "callbacks.run_folder=null"]

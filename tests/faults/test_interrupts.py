@@ -1,12 +1,8 @@
 """Signals wait for a place where they do no harm."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from patience import PATIENCE_S
@@ -14,16 +10,16 @@ from patience import PATIENCE_S
 from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
 
 
-def press() -> None:
+def press():
     signal.raise_signal(signal.SIGINT)
 
 
-def child_died() -> None:
+def child_died():
     signal.raise_signal(signal.SIGCHLD)
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers():
     """Put back what was there, and see to it that the tests did."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,7 +30,7 @@ def handlers() -> Iterator[None]:
     assert after in (signal.default_int_handler, signal.SIG_IGN), after
 
 
-def test_it_is_held_back_until_the_end() -> None:
+def test_it_is_held_back_until_the_end():
     reached = []
     with pytest.raises(KeyboardInterrupt):
         with interrupts_deferred():
@@ -45,7 +41,7 @@ def test_it_is_held_back_until_the_end() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_it_comes_where_it_may(before: bool) -> None:
+def test_it_comes_where_it_may(before):
     """Also one that came before that."""
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
@@ -59,7 +55,7 @@ def test_it_comes_where_it_may(before: bool) -> None:
     assert reached == ["waiting"]
 
 
-def test_whoever_leaves_is_not_interrupted_again() -> None:
+def test_whoever_leaves_is_not_interrupted_again():
     """The one who was waiting cleans up: until that is done, the next one is held back."""
     cleaned = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
@@ -75,7 +71,7 @@ def test_whoever_leaves_is_not_interrupted_again() -> None:
     assert cleaned == ["inside", "outside"]
 
 
-def test_a_second_one_does_not_wait() -> None:
+def test_a_second_one_does_not_wait():
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         press()
@@ -85,7 +81,7 @@ def test_a_second_one_does_not_wait() -> None:
     assert reached == [1]
 
 
-def test_an_inner_one_ends_with_the_outer_one() -> None:
+def test_an_inner_one_ends_with_the_outer_one():
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         with interrupts_deferred():
@@ -94,10 +90,10 @@ def test_an_inner_one_ends_with_the_outer_one() -> None:
     assert reached == ["outer"]
 
 
-def test_other_handlers_are_called_with_their_signal() -> None:
+def test_other_handlers_are_called_with_their_signal():
     """torch's data loader raises from a handler for SIGCHLD."""
-    seen: list[int] = []
-    handler: Callable[..., Any] = lambda number, frame: seen.append(number)  # noqa: E731 - compared below
+    seen = []
+    handler = lambda number, frame: seen.append(number)  # noqa: E731 - compared below
     signal.signal(signal.SIGCHLD, handler)
     with interrupts_deferred():
         child_died()
@@ -113,9 +109,9 @@ def test_other_handlers_are_called_with_their_signal() -> None:
     assert signal.getsignal(signal.SIGCHLD) is handler
 
 
-def test_handlers_that_may_save_are_called_at_the_end() -> None:
+def test_handlers_that_may_save_are_called_at_the_end():
     """In the order of their signals, and not while the engine waits, which others may interrupt."""
-    seen: list[int] = []
+    seen = []
     for number in (signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: seen.append(number))
     with interrupts_deferred():
@@ -132,7 +128,7 @@ def test_handlers_that_may_save_are_called_at_the_end() -> None:
     assert len(seen) == 5
 
 
-def test_it_may_come_while_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_may_come_while_handlers_are_put_back(monkeypatch):
     """At every one of them, and though there is one already."""
     real = signal.signal
     child = signal.getsignal(signal.SIGCHLD)
@@ -140,7 +136,7 @@ def test_it_may_come_while_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch
         for earlier in (False, True):
             steps = iter(range(100))
 
-            def put(*args: Any, steps: Any = steps, moment: int = moment) -> Any:
+            def put(*args, steps=steps, moment=moment):
                 if next(steps) == moment:
                     press()
                 return real(*args)
@@ -157,11 +153,11 @@ def test_it_may_come_while_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch
             assert signal.getsignal(signal.SIGCHLD) is child
 
 
-def test_other_threads_have_nothing_to_do_with_it() -> None:
+def test_other_threads_have_nothing_to_do_with_it():
     inside, done = threading.Event(), threading.Event()
-    failed: list[BaseException] = []
+    failed = []
 
-    def work() -> None:
+    def work():
         try:
             with interrupts_deferred(), interrupts_allowed():
                 inside.set()
@@ -186,27 +182,27 @@ class Thing:
 
 
 class Going:
-    def __init__(self, order: list[str]) -> None:
+    def __init__(self, order):
         self.order = order
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.order.append("begins")
         press()
         self.order.append("ends")
 
 
 @pytest.mark.parametrize("way", ["finalizer", "del"])
-def test_an_interrupt_is_not_lost_in_a_finalizer(way: str) -> None:
+def test_an_interrupt_is_not_lost_in_a_finalizer(way):
     """What is raised there Python prints, and goes on."""
-    order: list[str] = []
+    order = []
 
-    def goes() -> None:
+    def goes():
         order.append("begins")
         press()
         order.append("ends")
 
-    def user_code() -> None:
-        thing: Any = Going(order) if way == "del" else Thing()
+    def user_code():
+        thing = Going(order) if way == "del" else Thing()
         if way == "finalizer":
             weakref.finalize(thing, goes)
         del thing

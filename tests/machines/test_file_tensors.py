@@ -1,11 +1,8 @@
 """Tensors in files: ordinary ones, that need a disk with room for them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +11,13 @@ from lightning_roundpipe.machines.file_tensors import SMALL, FileTensors
 from lightning_roundpipe.messages import RoundPipeWarning
 
 
-def mapped(folder: Path) -> int:
+def mapped(folder):
     """The number of files of ``folder`` that are in use. They have no names any more."""
     assert not list(folder.glob("*"))
     return Path("/proc/self/maps").read_text().count(f"{folder}/")
 
 
-def test_a_large_tensor_lies_in_a_file_that_goes_with_it(tmp_path: Path) -> None:
+def test_a_large_tensor_lies_in_a_file_that_goes_with_it(tmp_path):
     folder = tmp_path / "new"
     room = FileTensors(folder)
     large = room.empty([SMALL // 64, 16], torch.float32)
@@ -35,10 +32,10 @@ def test_a_large_tensor_lies_in_a_file_that_goes_with_it(tmp_path: Path) -> None
     assert not mapped(folder)
 
 
-def test_where_the_disk_is_full_tensors_lie_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_disk_is_full_tensors_lie_in_memory(tmp_path, monkeypatch):
     """A page of a file that the disk has no room for ends the process when it is written to."""
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)

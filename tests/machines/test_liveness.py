@@ -1,12 +1,8 @@
 """What a machine makes of the others' messages."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from patience import PATIENCE_S, until
@@ -22,18 +18,18 @@ STEP_S = 0.1
 class Board:
     """A store in this process."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.writes: Counter[str] = Counter()
+    def __init__(self):
+        self.values = {}
+        self.writes = Counter()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         self.values[key] = value
         self.writes[key] += 1
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         return self.values[key].encode()
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         return all(key in self.values for key in keys)
 
 
@@ -46,13 +42,13 @@ class Pair:
         asleep: what happens while a machine sleeps.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, timeout: float) -> None:
+    def __init__(self, patch, timeout):
         self.now, self.board, self.left, self.silent = 100.0, Board(), list[int](), set[int]()
-        self.asleep: Callable[[], None] = lambda: self.advance(STEP_S)
-        self._looks: Counter[int] = Counter()
+        self.asleep = lambda: self.advance(STEP_S)
+        self._looks = Counter()
         look = Liveness._look_for_stuck
 
-        def counted(one: Liveness, *args: Any) -> None:
+        def counted(one, *args):
             look(one, *args)
             self._looks[one._rank] += 1
 
@@ -66,39 +62,39 @@ class Pair:
             one.begin()
         self.settle()
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds):
         """Let time pass, in steps in which each machine that lives says so and looks at the others."""
         for _ in range(round(seconds / STEP_S)):
             self.now += STEP_S
             self.settle()
 
-    def settle(self) -> None:
+    def settle(self):
         """Wait until each machine has written, then read what the others wrote, and then looked at that."""
         before = self.board.writes.copy()
         for rank in {0, 1} - self.silent:
             key = f"roundpipe/beat/{rank}"
-            until(lambda key=key: self.board.writes[key] >= before[key] + 3)  # type: ignore[misc]
+            until(lambda key=key: self.board.writes[key] >= before[key] + 3)
         looks = self._looks.copy()
         for rank in (0, 1):
-            until(lambda rank=rank: self._looks[rank] >= looks[rank] + 2 or self._ended(rank))  # type: ignore[misc]
+            until(lambda rank=rank: self._looks[rank] >= looks[rank] + 2 or self._ended(rank))
 
-    def _ended(self, rank: int) -> bool:
+    def _ended(self, rank):
         return not any("liveness" in thread.name and thread.is_alive() for thread in self.machines[rank]._threads)
 
-    def silence(self, rank: int) -> None:
+    def silence(self, rank):
         """A machine ends without a word."""
         self.machines[rank].end()
         self.silent.add(rank)
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Pair]]:
+def pair(monkeypatch):
     """Makes a `Pair`, of machines with that timeout."""
     for name, seconds in {"BEAT": 0.002, "STALL": 1.0, "SILENCE": 3.0, "LAST_WORDS": PATIENCE_S}.items():
         monkeypatch.setattr(liveness, name, seconds)
-    made: list[Pair] = []
+    made = []
 
-    def make(timeout: float) -> Pair:
+    def make(timeout):
         made.append(Pair(monkeypatch, timeout))
         return made[-1]
 
@@ -112,7 +108,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Pair]]:
     ("error", "said"),
     [(ValueError("spilled\n  twice"), "ValueError: spilled twice"), (KeyboardInterrupt(), "KeyboardInterrupt")],
 )
-def test_an_error_reaches_the_others_before_its_machine_ends(error: BaseException, said: str, pair: Any) -> None:
+def test_an_error_reaches_the_others_before_its_machine_ends(error, said, pair):
     both = pair(2 * PATIENCE_S)
     first, second = both.machines
     second.fail(error)
@@ -123,7 +119,7 @@ def test_an_error_reaches_the_others_before_its_machine_ends(error: BaseExceptio
         first.begin()
 
 
-def test_a_machine_that_is_silent_has_failed(pair: Any) -> None:
+def test_a_machine_that_is_silent_has_failed(pair):
     both = pair(4.0)
     first, _ = both.machines
     both.silence(1)
@@ -136,7 +132,7 @@ def test_a_machine_that_is_silent_has_failed(pair: Any) -> None:
     assert not both.left, "the main thread knows, and ends by itself"
 
 
-def test_a_main_thread_that_nothing_reaches_is_ended(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_main_thread_that_nothing_reaches_is_ended(pair, capsys):
     both = pair(2.0)
     both.silence(0)
     both.advance(1.8)
@@ -147,7 +143,7 @@ def test_a_main_thread_that_nothing_reaches_is_ended(pair: Any, capsys: pytest.C
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_store_that_does_not_come_back(rank: int, pair: Any) -> None:
+def test_a_store_that_does_not_come_back(rank, pair):
     """The machine that keeps it was stopped, or the network was down, and the only thread waited in it for ever."""
     both, goes_on = pair(2.0), threading.Event()
     both.board.set = lambda *_: goes_on.wait()
@@ -162,11 +158,11 @@ def test_a_store_that_does_not_come_back(rank: int, pair: Any) -> None:
     goes_on.set()
 
 
-def test_a_broken_connection_is_explained_by_what_comes_later(pair: Any) -> None:
+def test_a_broken_connection_is_explained_by_what_comes_later(pair):
     both = pair(2 * PATIENCE_S)
     first, second = both.machines
 
-    def fail() -> None:
+    def fail():
         second.fail(KeyError("lost"))
         both.silence(1)
         both.asleep = lambda: both.advance(STEP_S)
@@ -176,7 +172,7 @@ def test_a_broken_connection_is_explained_by_what_comes_later(pair: Any) -> None
     assert "machine 1 (b) has failed: KeyError" in str(error)
 
 
-def test_machines_that_wait_for_different_things_are_stuck(pair: Any) -> None:
+def test_machines_that_wait_for_different_things_are_stuck(pair):
     both = pair(30.0)
     first, second = both.machines
     with first.waiting("the gradients of bucket 3"), second.waiting("the end of the run"):
@@ -187,16 +183,16 @@ def test_machines_that_wait_for_different_things_are_stuck(pair: Any) -> None:
     assert "the gradients of bucket 3" in str(first.failure) and "the end of the run" in str(first.failure)
 
 
-def test_a_call_of_torch_distributed_is_a_wait(pair: Any) -> None:
+def test_a_call_of_torch_distributed_is_a_wait(pair):
     """Of user code, in the main thread: the same call has the same beginning each time that the thread looks."""
     code = "def broadcast(until):\n    while not until():\n        pass\n"
-    called: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
+    called = {"__name__": "torch.distributed.distributed_c10d"}
     exec(code, called)
     both = pair(30.0)
     first, second = both.machines
     ends = both.now + 10
 
-    def over() -> Any:
+    def over():
         both.advance(STEP_S)
         return (first.failure and second.failure) or both.now > ends
 
@@ -213,7 +209,7 @@ def test_a_call_of_torch_distributed_is_a_wait(pair: Any) -> None:
         ("a decision int64", "a decision int64"),
     ],
 )
-def test_machines_that_all_wait_for_messages_have_no_network(mine: str, theirs: str, pair: Any) -> None:
+def test_machines_that_all_wait_for_messages_have_no_network(mine, theirs, pair):
     """They waited for a day. What one of them has sent may be in the memory of its kernel, so it is ahead."""
     both = pair(1.0)
     first, second = both.machines
@@ -227,7 +223,7 @@ def test_machines_that_all_wait_for_messages_have_no_network(mine: str, theirs: 
         first.check()
 
 
-def test_a_message_of_any_size_takes_longer(pair: Any) -> None:
+def test_a_message_of_any_size_takes_longer(pair):
     both = pair(0.5)
     first, second = both.machines
     with first.waiting("the mean of a value"), second.waiting("the mean of a value", bounded=True):

@@ -1,7 +1,5 @@
 """Machines meet within ``machine_timeout``, or each says where it has looked for the others."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,14 +17,14 @@ TIMEOUT = 0.5
 """Seconds. The setting's least is 5, which only makes this test longer."""
 
 
-def comes_and_goes(port: int) -> None:
+def comes_and_goes(port):
     """Come to the store as machine 1, and do not go on."""
     store = dist.TCPStore("127.0.0.1", port, 1, False, timedelta(seconds=5))
     dist.PrefixStore("roundpipe/start/1", store).set("here/1", "there")
 
 
 @pytest.mark.parametrize("who", ["the first machine", "another machine", "all, but gloo cannot connect"])
-def test_a_machine_that_meets_nobody_says_where_it_looked(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_meets_nobody_says_where_it_looked(who, monkeypatch):
     """It waited for half an hour. A firewall may let machines pass to the store, and not to each other."""
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -46,7 +44,7 @@ def test_a_machine_that_meets_nobody_says_where_it_looked(who: str, monkeypatch:
     assert not dist.is_initialized()
 
 
-def test_messages_take_connections_in_turn() -> None:
+def test_messages_take_connections_in_turn():
     """All went over one connection, which is seldom busy in both directions."""
     peers = Peers(0, ["here", "there"], Liveness(dist.HashStore(), 0, ["here", "there"], TIMEOUT), GROUPS)
     used = [peers.start(lambda tensor, group, async_op: group, torch.zeros(1), name) for name in WANTED]

@@ -1,28 +1,25 @@
 """Memory for gradients: what is in flight, not a copy of the model."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ours, run
+from harness import Learner, ours, run
 from patience import PATIENCE_S
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import GradientPool, HostGradSums
-from lightning_roundpipe.memory.host_layer import HostLayer, host_layers, make_buckets
+from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
+from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
+from lightning_roundpipe.memory.split_buffer import SplitBuffer
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
@@ -35,16 +32,16 @@ BYTES = 4 * SIZE * SIZE
 LAYERS = 12
 
 
-class Module(pl.LightningModule):
+class Module(Learner, lr=0.01):
     """Layers of one size, of which the last is never called and the first is frozen."""
 
-    def __init__(self, *, manual: bool = False) -> None:
+    def __init__(self, *, manual=False):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS + 2))
         self.layers[0].requires_grad_(requires_grad=False)
         self.automatic_optimization = not manual
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         for layer in self.layers[:-1]:
             batch = torch.tanh(layer(batch))
         loss = batch.square().mean()
@@ -52,31 +49,28 @@ class Module(pl.LightningModule):
             self.manual_backward(loss)
         return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.layers[1](batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class LooksAtGradients(pl.Callback):
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         assert pl_module.layers[1].weight.grad is not None
 
 
 class Asked(pl.Callback):
-    """Memory of gradients that is asked for during training, by batch, and how many blocks of it live at its end."""
+    """Memory of gradients that training asks for, by batch, and how many blocks of it live at the end of each batch."""
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.when: Counter[int] = Counter()
-        self.living: list[int] = []
-        self._batch: int | None = None
-        self._storages: list[weakref.ref[Any]] = []
+    def __init__(self, patch):
+        self.when = Counter()
+        self.living = []
+        self._batch = None
+        self._storages = []
         real = EmulatedDevice.host_buffer
 
-        def host_buffer(device: EmulatedDevice, nbytes: int) -> Tensor:
+        def host_buffer(device, nbytes):
             made = real(device, nbytes)
             if self._batch is not None and nbytes == BYTES:  # a gradient's, and not a bf16 copy's
                 self.when[self._batch] += 1
@@ -85,50 +79,58 @@ class Asked(pl.Callback):
 
         patch.setattr(EmulatedDevice, "host_buffer", host_buffer)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         self._batch = -1
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._batch = batch_idx
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.living.append(sum(storage() is not None for storage in self._storages))
+    def on_train_batch_end(self, *_):
+        self.living.append(self.alive)
+
+    @property
+    def alive(self):
+        """The blocks that live now."""
+        return sum(storage() is not None for storage in self._storages)
 
 
-def batches(count: int = 5) -> list[Tensor]:
-    return list(torch.randn(count, 4, SIZE, generator=torch.Generator().manual_seed(1)))
-
-
-def fit(asked: Asked, module: Module, *callbacks: pl.Callback, **options: Any) -> None:
+def fit(asked, module, *callbacks, **options):
     settings = {"num_microbatches": 2 if module.automatic_optimization else 1, "layers": ["Linear"]}
     used = ours(**settings, **options.pop("strategy", {}))
-    run(used, module, batches(), callbacks=[asked, *callbacks], watch=False, **options)
+    run(
+        used,
+        module,
+        list(torch.randn(5, 4, SIZE, generator=torch.Generator().manual_seed(1))),
+        callbacks=[asked, *callbacks],
+        watch=False,
+        **options,
+    )
 
 
 @pytest.fixture
-def slow_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_optimizer(monkeypatch):
     """Gradients come when the optimizer's step has begun, faster than it uses them."""
-    real_step, real_room, has_room = PartialOptimizer.step, HostGradSums.make_room, HostGradSums.has_room.fget
+    real_step, real_room = PartialOptimizer.step, HostGradSums.make_room
 
-    def step(self: PartialOptimizer, *args: Any) -> None:
+    def step(self, *args):
         time.sleep(0.02)
         real_step(self, *args)
 
-    def make_room(self: HostGradSums, scope: CancelScope) -> None:
+    def make_room(self, scope=None):
         end = time.monotonic() + PATIENCE_S
         while self._pool.keeps and self._pool.draining is None and time.monotonic() < end:
+            if scope is None:
+                return False
             time.sleep(0.001)
-        real_room(self, scope)
+        return real_room(self, scope)
 
     monkeypatch.setattr(PartialOptimizer, "step", step)
     monkeypatch.setattr(HostGradSums, "make_room", make_room)
-    began: Any = property(lambda sums: has_room(sums) and not (sums._pool.keeps and sums._pool.draining is None))
-    monkeypatch.setattr(HostGradSums, "has_room", began)
     monkeypatch.setattr("lightning_roundpipe.updates.bucket_stepper.PIECE", 1)
 
 
 @pytest.mark.parametrize("kind", ["32-true", "bf16-true", "dropout"])
-def test_downloads_wait_for_a_slow_optimizer(kind: str, monkeypatch: pytest.MonkeyPatch, slow_optimizer: None) -> None:
+def test_downloads_wait_for_a_slow_optimizer(kind, monkeypatch, slow_optimizer):
     """The first window has all sums at once; their memory is freed. Later ones have what is in flight."""
     asked, module = Asked(monkeypatch), Module()
     if kind == "dropout":
@@ -139,15 +141,13 @@ def test_downloads_wait_for_a_slow_optimizer(kind: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=["layer by layer", "clipping by norm"])
-def test_narrowed_gradients_are_fp32_only_while_they_are_used(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_narrowed_gradients_are_fp32_only_while_they_are_used(options, monkeypatch, request):
     """Later windows have one round: nothing is added to what arrives. Clipping needs all of it before any is used."""
     if options:
         monkeypatch.setattr("lightning_roundpipe.updates.bucket_stepper.PIECE", 1)
     else:
         request.getfixturevalue("slow_optimizer")
-    held: dict[str, list[int]] = {"take": [], "take_wide": []}
+    held = {"take": [], "take_wide": []}
     for name, most in held.items():
         monkeypatch.setattr(GradientPool, name, counting(getattr(GradientPool, name), most))
     asked = Asked(monkeypatch)
@@ -157,11 +157,11 @@ def test_narrowed_gradients_are_fp32_only_while_they_are_used(
     assert max(held["take"]) == LAYERS if options else 1 <= max(held["take"]) <= 4
 
 
-def counting(real: Any, most: list[int]) -> Any:
+def counting(real, most):
     """``real``, which notes how many of the blocks that it gave live, once the first window is over."""
-    given: list[weakref.ref[Any]] = []
+    given = []
 
-    def take(pool: GradientPool, nbytes: int) -> Any:
+    def take(pool, nbytes):
         block = real(pool, nbytes)
         given[:] = [ref for ref in given if (other := ref()) is not None and other is not block]
         given.append(weakref.ref(block))
@@ -173,7 +173,7 @@ def counting(real: Any, most: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("why", ["clipping by norm", "a hook that finds .grad"])
-def test_where_all_gradients_are_needed_each_layer_has_memory(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_gradients_are_needed_each_layer_has_memory(why, monkeypatch):
     asked = Asked(monkeypatch)
     if why == "clipping by norm":
         fit(asked, Module(), gradient_clip_val=0.1)
@@ -183,12 +183,12 @@ def test_where_all_gradients_are_needed_each_layer_has_memory(why: str, monkeypa
 
 
 @pytest.fixture
-def layer() -> Iterator[HostLayer]:
+def layer():
     [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     module = nn.Linear(SIZE, SIZE, bias=False)
     [made] = host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())
     make_buckets([made], module.parameters())
-    made.device = device  # type: ignore[attr-defined]
+    made.device = device
     yield made
     device.close()
 
@@ -197,7 +197,7 @@ class _Step:
     has_ready = True
 
 
-def waiting(pool: GradientPool) -> threading.Thread:
+def waiting(pool):
     """A download that waits until the pool is not full."""
     thread = threading.Thread(target=pool.wait, args=(pool.is_full, BYTES, CancelScope()), daemon=True)
     thread.start()
@@ -206,8 +206,8 @@ def waiting(pool: GradientPool) -> threading.Thread:
     return thread
 
 
-def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
-    pool = GradientPool(layer.device, limit=BYTES)
+def test_a_full_pool_waits_only_for_complete_gradients(layer):
+    pool = GradientPool(layer.device, limit=BYTES, largest=BYTES)
     held = pool.take(BYTES)
     assert not pool.is_full(BYTES), "no step uses gradients layer by layer"
     pool.draining = step = _Step()
@@ -220,16 +220,51 @@ def test_a_full_pool_waits_only_for_complete_gradients(layer: Any) -> None:
     pool.wait(pool.is_full, BYTES, CancelScope())  # the optimizer lacks gradients, which may be those that wait
 
 
-def test_a_bucket_without_gradients_wakes_downloads(layer: Any) -> None:
+def test_what_only_the_first_window_adds_has_no_memory_behind_it(layer):
+    pool = GradientPool(layer.device, limit=BYTES, largest=BYTES)
+    blocks = [pool.take_landing(BYTES), pool.take_landing(BYTES)]
+    memory = [weakref.ref(block.flat.untyped_storage()) for block in blocks]
+    pool.give(blocks.pop(0), None)
+    pool.begin_window(keeps=True)
+    assert [one() is not None for one in memory] == [False, True]
+
+
+def test_gradients_in_flight_have_no_memory_while_masters_join(monkeypatch):
+    """Then a layer's weights exist twice."""
+    asked, living = Asked(monkeypatch), list[int]()
+    real = SplitBuffer.join
+
+    def join(buffer):
+        if buffer.is_split:
+            living.append(asked.alive)
+        real(buffer)
+
+    monkeypatch.setattr(SplitBuffer, "join", join)
+    fit(asked, Module(), precision="bf16-true")
+    assert asked.living[-1] >= 1
+    assert set(living) == {0}
+
+
+def test_room_that_is_found_is_taken(layer):
+    """Or the thread that has found it, and keeps all microbatches waiting, would wait for an update after all."""
+    pool = GradientPool(layer.device, limit=BYTES, largest=BYTES)
+    pool.draining = _Step()
+    first, second = (HostGradSums(layer, GradientLayout(layer), pool) for _ in range(2))
+    assert first.make_room() and not second.make_room()
+    first.release()
+    assert second.make_room() and len(second.flat) == BYTES
+
+
+def test_a_bucket_without_gradients_wakes_downloads(layer):
     """It may be the last complete one, and the optimizer lacks what waits."""
-    pool, readiness = GradientPool(layer.device, limit=1), GradReadiness([layer.bucket])
+    pool, readiness = GradientPool(layer.device, limit=1, largest=BYTES), GradReadiness([layer.bucket])
     pool.take(BYTES)
     pool.draining = readiness
-    readiness.set_read(())
+    readiness.forward_ended(())
     thread = waiting(pool)
     updates = AsyncOptimizer([layer.bucket], pool)
     batch = StepGradients([], [], 1.0, readiness)
-    step: Any = SimpleNamespace(window=batch, keeps=False, outside=frozenset(), number=1)
+    step = SimpleNamespace(window=batch, keeps=False, outside=frozenset(), number=1)
     updates.stepper._finish(step, layer.bucket)
     thread.join(PATIENCE_S)
     updates.close()

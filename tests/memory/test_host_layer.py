@@ -1,30 +1,27 @@
 """Masters in flat host buffers, and gradients that come back."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.host_layer import host_layers
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
+def device():
     [made] = make_devices("cpu", [torch.device("cpu")], Emulation())
     yield made
     made.close()
 
 
-def test_masters_stay_who_they_are(device: Device) -> None:
+def test_masters_stay_who_they_are(device):
     module = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
     before = {n: (id(p), p.detach().clone(), p.stride()) for n, p in module.named_parameters()}
-    layer = HostLayer(0, "layer", module, device, {})
+    [layer] = host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())
     for name, parameter in module.named_parameters():
         assert (id(parameter), parameter.stride()) == (before[name][0], before[name][2])
         assert torch.equal(parameter, before[name][1])
@@ -36,10 +33,10 @@ def test_masters_stay_who_they_are(device: Device) -> None:
         assert torch.equal(view, parameter) and view.stride() == parameter.stride()
 
 
-def test_a_master_comes_home_unless_user_code_holds_its_memory(device: Device) -> None:
+def test_a_master_comes_home_unless_user_code_holds_its_memory(device):
     """None did, as autograd's base of its view was taken for a holder: the layer was in memory twice from then on."""
     module = nn.Linear(3, 3)
-    layer = HostLayer(0, "layer", module, device, {})
+    [layer] = host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())
     [flat] = layer.weights.flats
     home = module.weight.data_ptr()
     for number in (7.0, 8.0):

@@ -1,10 +1,6 @@
 """Frozen weights that lie in files stay there; what is trained, or begins to be, does not."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +10,15 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_roundpipe.devices import Device
 from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.host_layer import HostLayer, begin_to_train, host_layers
+from lightning_roundpipe.memory.host_layer import begin_to_train, host_layers
 from lightning_roundpipe.memory.mapped_files import mapped_weights
 from lightning_roundpipe.model.loading import from_config, from_folder
 
 LOW = Formats(torch.bfloat16)
 
 
-def in_a_file(path: Path, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def in_a_file(path, dtype=torch.float32):
     """A frozen module whose parameters lie in ``path``, but for one that is trained."""
     module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7)).to(dtype)
     save_file({name: p.detach() for name, p in module.named_parameters()}, path)
@@ -36,21 +31,21 @@ def in_a_file(path: Path, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 FROZEN = {"0.weight", "0.bias", "1.weight"}
 
 
-def layer_of(module: nn.Module, device: Device, formats: Formats | None = None) -> HostLayer:
+def layer_of(module, device, formats=None):
     formats = formats or Formats()
     ids = mapped_weights(module.parameters(), device, formats)
     [layer] = host_layers({"layer": module}, device, formats, double_buffered=False, mapped=ids)
     return layer
 
 
-def uploaded(layer: HostLayer, device: Device) -> dict[str, torch.Tensor]:
+def uploaded(layer, device):
     segment = torch.zeros(layer.weights.nbytes, dtype=torch.uint8)
     layer.weights.upload(device.weights_up, segment)
     device.weights_up.synchronize()
     return dict(zip((n for n, _ in layer.module.named_parameters()), layer.weights.views(segment), strict=True))
 
 
-def test_uploads_read_the_file(device: Device, tmp_path: Path) -> None:
+def test_uploads_read_the_file(device, tmp_path):
     module = in_a_file(tmp_path / "a.safetensors")
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
     layer = layer_of(module, device)
@@ -62,7 +57,7 @@ def test_uploads_read_the_file(device: Device, tmp_path: Path) -> None:
         assert torch.equal(layer.weights.read(parameter), parameter)
 
 
-def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Path) -> None:
+def test_what_begins_to_be_trained_leaves_the_file(device, tmp_path):
     path = tmp_path / "a.safetensors"
     module = in_a_file(path, torch.bfloat16)
     content, before = path.read_bytes(), copy.deepcopy(module.state_dict())
@@ -85,7 +80,7 @@ def test_what_begins_to_be_trained_leaves_the_file(device: Device, tmp_path: Pat
 # ---------------------------------------------------------------------------------------------------------- in training
 
 
-def adapted(folder: Path, **options: Any) -> zoo.ZooModule:
+def adapted(folder, **options):
     """A model from files, with adapters."""
     model = from_folder(folder, **options).model.train()
     torch.manual_seed(5)
@@ -96,12 +91,12 @@ def adapted(folder: Path, **options: Any) -> zoo.ZooModule:
 class KeepsFile(zoo.CausalLM):
     """Is not copied by copying, or its weights would leave their file."""
 
-    def __deepcopy__(self, memo: Any) -> KeepsFile:
+    def __deepcopy__(self, memo):
         return self
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     torch.manual_seed(7)
     model = from_config(
         "llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -114,15 +109,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("files", "dtype", "precision"),
-    [
-        ("fp32", "float32", "32-true"),
-        ("bf16", "auto", "bf16-true"),
-    ],
+    ("files", "dtype", "precision"), [("fp32", "float32", "32-true"), ("bf16", "auto", "bf16-true")]
 )
-def test_training_adapters_reads_the_base_where_it_is(
-    device: Device, folder: Path, files: str, dtype: str, precision: str
-) -> None:
+def test_training_adapters_reads_the_base_where_it_is(device, folder, files, dtype, precision):
     """To the bit what training from a copy gives, user code that reads the tied embedding included."""
     content = (folder / files / "model.safetensors").read_bytes()
     batches, results = zoo.make_batches("llama", 3), []

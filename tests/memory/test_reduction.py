@@ -1,65 +1,59 @@
 """Gradients that travel in fewer bytes, piece by piece: narrowed on the worker, added up on the host."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from patience import PATIENCE_S, longer_each_try
-from torch import Tensor, nn
+from torch import nn
 from without import take_out
 
 from lightning_roundpipe.config import Emulation, RoundPipeError
-from lightning_roundpipe.devices import Device, make_devices
+from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.errors import StreamError
-from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, GradientMemory, HostGradSums, Reduction
-from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_layer import host_layers
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
+def device():
     [made] = make_devices("cpu", [torch.device("cpu")], Emulation(poison=True, bandwidth="10MB"))
     yield made
     made.close()
 
 
 @pytest.fixture
-def reduction() -> Iterator[Reduction]:
+def reduction():
     thread = TaskThread("roundpipe-sums")
     yield Reduction(torch.bfloat16, lambda worker: thread)
     thread.stop()
     thread.join()
 
 
-def _layer(device: Device, *parameters: Tensor) -> HostLayer:
+def _layer(device, *parameters):
     module = nn.ParameterList([nn.Parameter(p) for p in parameters])
-    return HostLayer(0, "layer", module, device, {})
+    return host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())[0]
 
 
-def _begins(layer: HostLayer, device: Device, reduction: Reduction) -> Callable[[], HostGradSums]:
+def _begins(layer, device, reduction):
     """What begins the layer's sum in a batch."""
     memory = GradientMemory([layer], device, reduction, workers=1)
     memory.pool.keeps = True
     return partial(memory.begin, layer, ())
 
 
-def _send(begin: Callable[[], HostGradSums], device: Device, rounds: list[list[Tensor | None]]) -> dict[int, Tensor]:
+def _send(begin, device, rounds):
     """What is taken after ``rounds``, each with a gradient, or none, for each parameter."""
     return _send_from([device], begin, rounds)
 
 
-def _send_from(
-    devices: list[Device], begin: Callable[[], HostGradSums], rounds: list[list[Tensor | None]]
-) -> dict[int, Tensor]:
+def _send_from(devices, begin, rounds):
     """The same with rounds that come from the ``devices`` in turn."""
     host = begin()
     for number, gradients in enumerate(rounds):
@@ -80,18 +74,16 @@ def _send_from(
 
 
 @pytest.fixture(params=[None, 512], ids=lambda part: part and f"{part} bytes")
-def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+def part(request, monkeypatch):
     """The bytes of a part of what travels; None: all of it."""
     if request.param is not None:
         monkeypatch.setattr(grad_buffers, "STREAMED", request.param)
         monkeypatch.setattr(grad_buffers, "PART", request.param)
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.mark.parametrize("least", [7, grad_buffers.LEAST])
-def test_each_round_is_rounded_and_the_sum_is_not(
-    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, least: int, part: int | None
-) -> None:
+def test_each_round_is_rounded_and_the_sum_is_not(device, reduction, monkeypatch, least, part):
     """Weights of several sizes, formats and strides, of which none lies where it will travel but the first."""
     monkeypatch.setattr(grad_buffers, "LEAST", least)
     generator = torch.Generator().manual_seed(0)
@@ -105,9 +97,7 @@ def test_each_round_is_rounded_and_the_sum_is_not(
         assert torch.equal(taken[id(master)], expected) and taken[id(master)].dtype is shape.dtype, index
 
 
-def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
-    device: Device, reduction: Reduction, part: int | None
-) -> None:
+def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device, reduction, part):
     layer = _layer(device, torch.zeros(4), torch.zeros(4), torch.zeros(4))
     one = torch.ones(4)
     begin = _begins(layer, device, reduction)
@@ -120,11 +110,11 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(
 WAITS = [
     ("memory.grad_buffers:_Added.after", "landed.wait()"),
     ("memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
-    ("memory.grad_buffers:HostGradSums._land", "before[part].wait()"),
+    ("memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
 ]
 
 
-def _sum_of(rounds: tuple[float, ...], reduction: Reduction, times: float, adding_s: float) -> list[float]:
+def _sum_of(rounds, reduction, times, adding_s):
     """The numbers of a sum of gradients whose additions take ``adding_s``. Every other download takes 4 ms."""
     slow, fast = (
         make_devices("cpu", [torch.device("cpu")], Emulation(poison=True, bandwidth=rate))[0]
@@ -132,34 +122,33 @@ def _sum_of(rounds: tuple[float, ...], reduction: Reduction, times: float, addin
     )
     real = HostGradSums._add
 
-    def late(self: Any, *args: Any) -> None:
+    def late(self, *args):
         time.sleep(adding_s * times)
         real(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostGradSums, "_add", late)
         layer = _layer(slow, torch.zeros(20_000))
-        given: list[list[Tensor | None]] = [[torch.full((20_000,), value)] for value in rounds]
+        given = [[torch.full((20_000,), value)] for value in rounds]
         try:
             [taken] = _send_from([slow, fast], _begins(layer, slow, reduction), given).values()
             slow.gradients_down.synchronize()
         finally:
             slow.close()
             fast.close()
-    found: list[float] = taken.unique().tolist()
-    return found
+    return taken.unique().tolist()
 
 
 @pytest.mark.parametrize("part", [None, 2**15], indirect=True)
 @pytest.mark.parametrize("adding_s", [0.0, 0.05])
-def test_a_sum_has_all_rounds_however_late_they_are(reduction: Reduction, part: int | None, adding_s: float) -> None:
+def test_a_sum_has_all_rounds_however_late_they_are(reduction, part, adding_s):
     assert _sum_of((1.0, 2.0, 4.0), reduction, 1.0, adding_s) == [7.0]
 
 
 @pytest.mark.parametrize("part", [None, 2**15], indirect=True)
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: str(wait[1]))
 @longer_each_try
-def test_each_wait_is_needed(reduction: Reduction, wait: tuple[str, str], part: int | None, times: float) -> None:
+def test_each_wait_is_needed(reduction, wait, part, times):
     """What is waited for is slow here, or the numbers may be right without a wait."""
     with pytest.MonkeyPatch.context() as patch:
         take_out(patch, *wait)
@@ -167,15 +156,13 @@ def test_each_wait_is_needed(reduction: Reduction, wait: tuple[str, str], part: 
 
 
 @pytest.mark.parametrize(("dtype", "narrowed"), [(torch.bfloat16, False), (torch.float32, True)])
-def test_what_is_as_narrow_already_travels_as_it_is(
-    device: Device, reduction: Reduction, dtype: torch.dtype, narrowed: bool
-) -> None:
+def test_what_is_as_narrow_already_travels_as_it_is(device, reduction, dtype, narrowed):
     begin = _begins(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
     layout = begin().layout
     assert layout.narrowed is narrowed and layout.travel_nbytes == 1024
 
 
-def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elements() -> None:
+def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elements():
     """Every plan must give the same bits; a gradient may be transposed."""
     total, grad = torch.randn(5, 7), torch.randn(5, 7)
     expected = total + grad * 0.3
@@ -184,21 +171,21 @@ def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elemen
         assert torch.equal(mine, expected)
 
 
-def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum() -> None:
+def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum():
     """And so does its death, as nobody would wake them. An error in one part is one of those behind it, too."""
 
     class Fails:
-        def wait(self) -> None:
+        def wait(self):
             raise ValueError("lost on the way")
 
     class Lands:
-        def wait(self) -> None:
+        def wait(self):
             pass
 
     thread = TaskThread("roundpipe-sums")
     added, never = grad_buffers._Added(thread), grad_buffers._Added(thread)
-    failing: Any = Fails()
-    landing: Any = Lands()
+    failing = Fails()
+    landing = Lands()
     later = grad_buffers._Added(thread, added)
     thread.submit(lambda: added.after(failing, lambda: None))
     thread.submit(lambda: later.after(landing, lambda: None))
@@ -213,12 +200,10 @@ def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum() -> None:
         never.wait()
 
 
-def test_an_addition_that_fails_gives_back_where_it_has_landed(
-    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_addition_that_fails_gives_back_where_it_has_landed(device, reduction, monkeypatch):
     """In the first window one download lands at a time, and the next one comes before any looks at the sum."""
 
-    def fails(*args: object) -> None:
+    def fails(*args):
         raise MemoryError("no room for the sum")
 
     monkeypatch.setattr(HostGradSums, "_add", fails)
@@ -230,18 +215,16 @@ def test_an_addition_that_fails_gives_back_where_it_has_landed(
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["first window", "later"])
-def test_what_lands_waits_until_what_has_landed_is_added(
-    device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, keeps: bool
-) -> None:
+def test_what_lands_waits_until_what_has_landed_is_added(device, reduction, monkeypatch, keeps):
     may_add, waits, real = threading.Event(), list[bool](), HostGradSums._add
 
     class Watched(CancelScope):
-        def wait(self, waiter: Waiter) -> None:
+        def wait(self, waiter):
             waits.append(memory.pool.is_landing(8))
             may_add.set()
             super().wait(waiter)
 
-    def late(*args: Any) -> None:
+    def late(*args):
         assert may_add.wait(PATIENCE_S)
         real(*args)
 

@@ -1,14 +1,11 @@
 """fp32 masters that share the memory of their bf16 working copies."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe.config import RoundPipeError
@@ -18,17 +15,17 @@ from lightning_roundpipe.optim.split_masters import SplitTensor
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, 3.4028235e38, -3.4028235e38, 1e-45, -1e-45]
 
 
-def split(numbers: Tensor) -> SplitTensor:
+def split(numbers):
     halves = SplitTensor(torch.empty(numbers.numel(), dtype=torch.bfloat16), torch.empty(numbers.numel()).short())
     halves.split_all(numbers)
     return halves
 
 
-def bits(numbers: Tensor) -> Tensor:
+def bits(numbers):
     return numbers.view(torch.int32).long()
 
 
-def test_all_but_ties_keep_their_bits() -> None:
+def test_all_but_ties_keep_their_bits():
     numbers = torch.randint(-(2**31), 2**31, (2**20,)).int().view(torch.float32)
     numbers = torch.cat([numbers[numbers.isfinite()], torch.tensor(SPECIAL)])
     halves = split(numbers)
@@ -38,7 +35,7 @@ def test_all_but_ties_keep_their_bits() -> None:
     assert torch.equal(off, tie.long())  # one unit in the last place nearer to zero
 
 
-def test_nan_stays_nan() -> None:
+def test_nan_stays_nan():
     numbers = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -(2**23) + 1], dtype=torch.int32).view(torch.float32)
     assert numbers.isnan().all()
     halves = split(numbers)
@@ -47,38 +44,38 @@ def test_nan_stays_nan() -> None:
 
 
 class Net(LightningModule):
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, lr: float = 1e-2) -> None:
+    def __init__(self, optimizer=torch.optim.AdamW, lr=1e-2):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU()) for _ in range(4))
         self.head = nn.Linear(24, 3)
-        self.losses: list[float] = []
-        self.evaluated: list[float] = []
+        self.losses = []
+        self.evaluated = []
         self._of = optimizer, lr
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def training_step(self, batch, index):
         loss = nn.functional.cross_entropy(self(batch[0]).float(), batch[1])
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
+    def validation_step(self, batch, index):
         reads = self.layers[1][0].weight.float().sum() + self.head.weight.detach().float().norm()
         self.evaluated.append((self(batch[0]).float().sum() + reads).item())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         cls, lr = self._of
         return cls(self.parameters(), lr=lr)
 
 
 def fit(
-    precision: str, *callbacks: Callback, module: Net | None = None, epochs: int = 2, save: Path | None = None,
-    resume: Path | None = None,
-) -> Net:  # fmt: skip
+    precision, *callbacks, module=None, epochs=2, save=None,
+    resume=None,
+):  # fmt: skip
     module = module or Net()
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.randn(48, 24), torch.randint(0, 3, (48,))), batch_size=6)
@@ -86,33 +83,33 @@ def fit(
         strategy="roundpipe", accelerator="cpu", devices=2, precision=precision, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
         accumulate_grad_batches=2,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     trainer.fit(module, data, data, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
     return module
 
 
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def apart(monkeypatch):
     monkeypatch.setattr(FlatBuffer, "_may_share", False)
 
 
-def values(module: Net) -> Tensor:
+def values(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 class Looks(Callback):
     """Reads weights in evaluations and after them, and writes to one."""
 
-    def __init__(self) -> None:
-        self.seen: list[float] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer, module):
         self.seen.append(values(module).double().sum().item())
         with torch.no_grad():
             module.layers[0][0].weight.mul_(0.99)
 
-    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: object) -> None:
+    def on_validation_batch_end(self, trainer, module, *_):
         self.seen.append(values(module).double().sum().item())
 
 
@@ -121,10 +118,10 @@ class Counts(Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sharing = 0
 
-    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer, *_):
         flats = [flat for layer in trainer.strategy._engine.model.layers for flat in layer.weights.flats]
         self.sharing = sum(flat.shares for flat in flats)
 
@@ -132,7 +129,7 @@ class Counts(Callback):
 class Writes(Net):
     """Writes to weights in evaluations by their ``.data``, and restores one."""
 
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
+    def validation_step(self, batch, index):
         self.layers[0][0].weight.data.mul_(0.999)
         before = self.head.weight.data.clone()
         self.head.weight.data.mul_(0.5)
@@ -141,7 +138,7 @@ class Writes(Net):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_evaluations_may_write_to_weights(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_may_write_to_weights(precision, monkeypatch):
     shared = fit(precision, module=Writes())
     apart(monkeypatch)
     separate = fit(precision, module=Writes())
@@ -152,7 +149,7 @@ def test_evaluations_may_write_to_weights(precision: str, monkeypatch: pytest.Mo
 class Keeps(Net):
     """Asks for the whole state in evaluations, before and after, and keeps tensors of weights."""
 
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
+    def validation_step(self, batch, index):
         self.evaluated.append(sum(weight.float().sum().item() for weight in self.state_dict().values()))
         kept = [parameter.data for parameter in self.parameters()]
         super().validation_step(batch, index)
@@ -160,7 +157,7 @@ class Keeps(Net):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_evaluations_may_keep_weights(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_may_keep_weights(precision, monkeypatch):
     shared = fit(precision, module=Keeps())
     apart(monkeypatch)
     assert shared.evaluated == pytest.approx(fit(precision, module=Keeps()).evaluated, rel=1e-6)
@@ -169,14 +166,14 @@ def test_evaluations_may_keep_weights(precision: str, monkeypatch: pytest.Monkey
 class Asks(Net):
     """Asks for the whole state in a training_step behind the first one."""
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def training_step(self, batch, index):
         if index == 5:
             self.state_dict()
         return super().training_step(batch, index)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_the_state_within_training_step_is_refused(precision: str) -> None:
+def test_the_state_within_training_step_is_refused(precision):
     module = Asks()
     with pytest.raises(RoundPipeError, match="Do it in a hook, such as on_train_batch_end"):
         fit(precision, module=module)
@@ -186,17 +183,17 @@ def test_the_state_within_training_step_is_refused(precision: str) -> None:
 class Holds(Callback):
     """Keeps the memory of a weight from the first validation on, and sees it change."""
 
-    def __init__(self) -> None:
-        self.held: list[Tensor] = []
-        self.seen: list[float] = []
+    def __init__(self):
+        self.held = []
+        self.seen = []
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer, module):
         if not trainer.sanity_checking and not self.held:
             self.held = [module.layers[0][0].weight.data]
         self.seen += [weight.double().sum().item() for weight in self.held]
 
 
-def test_memory_that_user_code_holds_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_user_code_holds_is_not_shared(monkeypatch):
     counts, holds = Counts(), [Holds(), Holds()]
     fit("bf16-mixed", counts, holds[0], epochs=3)
     assert counts.sharing == 4
@@ -207,7 +204,7 @@ def test_memory_that_user_code_holds_is_not_shared(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_a_resumed_run_is_equal_to_the_bit(precision: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_equal_to_the_bit(precision, tmp_path):
     whole = fit(precision, epochs=2)
     fit(precision, epochs=1, save=tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
@@ -218,9 +215,7 @@ def test_a_resumed_run_is_equal_to_the_bit(precision: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("looks", [False, True])
-def test_numbers_are_those_of_separate_copies(
-    precision: str, optimizer: type[torch.optim.Optimizer], looks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_are_those_of_separate_copies(precision, optimizer, looks, monkeypatch):
     counts, seen = Counts(), [Looks(), Looks()]
     shared = fit(precision, counts, *([seen[0]] if looks else []), module=Net(optimizer))
     assert counts.sharing == {"bf16-mixed": 5, "bf16-true": 9}[precision]  # layer norms are not cast

@@ -1,14 +1,9 @@
 """Mistakes on the command line of ``roundpipe-train``."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-from mistakes.user import Mistake, User
+from mistakes.user import Mistake
 
 
-def command(*arguments: str) -> Callable[[User], Any]:
+def command(*arguments):
     return lambda user: user.command(*arguments)
 
 

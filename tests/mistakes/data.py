@@ -1,10 +1,6 @@
 """Mistakes in the files that ``data=texts`` and ``data=completions`` train on, and in their settings."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import datasets
 import tiny_tokenizer as tokenizers
@@ -14,16 +10,16 @@ from transformers import BloomConfig, BloomForCausalLM
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from mistakes.commands import command
-from mistakes.user import Mistake, User
+from mistakes.user import Mistake
 
 QUESTION = {"prompt": "what?", "completion": "that"}
 USER = {"role": "user", "content": "what?"}
 
 
-def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[[User], Any]:
+def _reading(*records, name="a.jsonl", **settings):
     """Trains on a file with these records, as far as its rows."""
 
-    def way(user: User) -> None:
+    def way(user):
         lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
         (user.folder / name).write_text("".join(f"{line}\n" for line in lines))
         _open(user, **settings)
@@ -31,8 +27,8 @@ def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[
     return way
 
 
-def _open(user: User, **settings: Any) -> None:
-    options: dict[str, Any] = {"path": user.folder, "tokenizer": tokenizers.tiny_tokenizer(), "vocab_size": 300}
+def _open(user, **settings):
+    options = {"path": user.folder, "tokenizer": tokenizers.tiny_tokenizer(), "vocab_size": 300}
     options |= {"sequence_length": 16, "batch_size": 1} | settings
     TextFiles(**options).setup("fit")
 
@@ -41,18 +37,18 @@ class _Slow:
     is_fast = False
 
 
-def _broken_tokenizer(user: User) -> None:
+def _broken_tokenizer(user):
     (user.folder / "tokenizer.json").write_text("{")
     _open(user, tokenizer=user.folder)
 
 
-def _dictionary(user: User) -> None:
+def _dictionary(user):
     split = datasets.Dataset.from_list([QUESTION])
     datasets.DatasetDict(train=split, test=split).save_to_disk(user.folder / "data")
     _open(user, path=user.folder / "data")
 
 
-def _mixing(user: User) -> None:
+def _mixing(user):
     config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
     CausalLM(BloomForCausalLM(config), AdamW).keep_documents_apart()
 

@@ -1,27 +1,22 @@
 """Mistakes in files: checkpoints and models that are missing, cut short, broken or others than they should be."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import zoo
 
-from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_name, from_package
-from mistakes.user import Mistake, User
+from lightning_roundpipe.model.loading import from_config, from_folder, from_name, from_package
+from mistakes.user import Mistake
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def _cut(share: float) -> Callable[[User], Any]:
+def _cut(share):
     """The mistake of going on from a checkpoint of which only this much is there."""
 
-    def way(user: User) -> None:
+    def way(user):
         path = user.checkpoint()
         whole = path.read_bytes()
         path.write_bytes(whole[: int(share * len(whole))])
@@ -30,8 +25,8 @@ def _cut(share: float) -> Callable[[User], Any]:
     return way
 
 
-def _written(content: bytes) -> Callable[[User], Any]:
-    def way(user: User) -> None:
+def _written(content):
+    def way(user):
         path = user.folder / "other.ckpt"
         path.write_bytes(content)
         user.fit(ckpt_path=path)
@@ -39,18 +34,18 @@ def _written(content: bytes) -> Callable[[User], Any]:
     return way
 
 
-def _saved(value: Any) -> Callable[[User], Any]:
-    def way(user: User) -> None:
+def _saved(value):
+    def way(user):
         torch.save(value(), user.folder / "other.ckpt")
         user.fit(ckpt_path=user.folder / "other.ckpt")
 
     return way
 
 
-def _changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[User], Any]:
+def _changed(change):
     """The mistake of going on from a checkpoint with something changed in it."""
 
-    def way(user: User) -> None:
+    def way(user):
         path = user.checkpoint()
         checkpoint = torch.load(path, weights_only=True)
         change(checkpoint)
@@ -60,12 +55,8 @@ def _changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[User], Any]:
     return way
 
 
-def _other_model(user: User) -> None:
-    user.fit(ckpt_path=user.checkpoint(zoo.make_module("llama"), zoo.make_batches("llama", 1)))
-
-
-def _other_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[User], Any]:
-    def way(user: User) -> None:
+def _other_optimizer(make):
+    def way(user):
         before = zoo.make_module("mlp")
         before.make_optimizer = make
         user.fit(zoo.make_module("mlp"), ckpt_path=user.checkpoint(before))
@@ -88,7 +79,8 @@ CHECKPOINTS = [
         (_saved(lambda: zoo.make_module("mlp").state_dict()), _saved(lambda: torch.ones(3)), _saved(lambda: [1, 2]))),
     Mistake(SECTION, "the checkpoint of another model", "ckpt_path: the checkpoint is of another model than this …",
         "Build the model that it was saved from, or set module.strict_loading=False",
-        (_other_model, _changed(lambda c: c["state_dict"].pop("model.head.weight")))),
+        (lambda user: user.fit(ckpt_path=user.checkpoint(zoo.make_module("llama"), zoo.make_batches("llama", 1))),
+         _changed(lambda c: c["state_dict"].pop("model.head.weight")))),
     Mistake(SECTION, "the checkpoint of another optimizer",
         "ckpt_path: the checkpoint's optimizer state does not fit …",
         "Make the same optimizer and groups in configure_optimizers(), or take only the weights",
@@ -112,10 +104,10 @@ LLAMA = {
 }
 
 
-def _folder(change: Callable[[Path], Any], **options: Any) -> Callable[[User], Pretrained]:
+def _folder(change, **options):
     """The mistake of loading a folder in which ``change`` has been at work."""
 
-    def way(user: User) -> Pretrained:
+    def way(user):
         from_config("llama", **LLAMA).model.save_pretrained(user.folder)
         change(user.folder)
         return from_folder(user.folder, **options).model
@@ -123,10 +115,10 @@ def _folder(change: Callable[[Path], Any], **options: Any) -> Callable[[User], P
     return way
 
 
-def _weights(change: Callable[[Path], Any], **settings: Any) -> Callable[[User], Pretrained]:
+def _weights(change, **settings):
     """The mistake of taking weights, in two files, for a model with other ``settings``, or after a ``change``."""
 
-    def way(user: User) -> Pretrained:
+    def way(user):
         from_config("llama", **LLAMA).model.save_pretrained(user.folder, max_shard_size="8KB")
         change(user.folder)
         return from_config("llama", weights=user.folder, **(LLAMA | settings)).model
@@ -134,51 +126,39 @@ def _weights(change: Callable[[Path], Any], **settings: Any) -> Callable[[User],
     return way
 
 
-def _nothing(folder: Path) -> None:
+def _nothing(folder):
     pass
 
 
-def _shards(folder: Path) -> list[Path]:
+def _shards(folder):
     return sorted(folder.glob("model-*.safetensors"))
 
 
-def _shorten_shard(number: int, length: int) -> Callable[[Path], Any]:
-    return lambda folder: _shorten(_shards(folder)[number].name, length)(folder)
-
-
-def _one_file(user: User) -> Pretrained:
+def _one_file(user):
     from_config("llama", **LLAMA).model.save_pretrained(user.folder)
     return from_config("llama", weights=user.folder / "model.safetensors", **LLAMA)
 
 
-def _without_configuration(change: Callable[[Path], Any] = _nothing) -> Callable[[Path], Any]:
+def _without_configuration(change=_nothing):
     return lambda folder: (change(folder), (folder / "config.json").unlink())
 
 
-def _shorten(name: str, length: int) -> Callable[[Path], Any]:
+def _shorten(name, length):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
 
 
-def _configure(**settings: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
+def _configure(**settings):
+    def change(folder):
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
     return change
 
 
-def _lose_a_weight(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def _package(*files: str, content: bytes = b"GGUF") -> Callable[[User], Pretrained]:
+def _package(*files, content=b"GGUF"):
     """The mistake of taking a model from a package that holds these files."""
 
-    def way(user: User) -> Pretrained:
+    def way(user):
         package, info = user.folder / "some_model", user.folder / "some_model-1.0.dist-info"
         for made in (package, info):
             made.mkdir()
@@ -193,10 +173,10 @@ def _package(*files: str, content: bytes = b"GGUF") -> Callable[[User], Pretrain
     return way
 
 
-def _quantised(change: Callable[[Path], Any], **settings: Any) -> Callable[[User], Pretrained]:
+def _quantised(change, **settings):
     """The mistake of reading a folder of a quantised model after this change."""
 
-    def way(user: User) -> Pretrained:
+    def way(user):
         pytest.importorskip("bitsandbytes")
         from_config("llama", quantization="nf4", **LLAMA).model.save_pretrained(user.folder)
         change(user.folder)
@@ -207,10 +187,10 @@ def _quantised(change: Callable[[Path], Any], **settings: Any) -> Callable[[User
     return way
 
 
-def _of_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+def _of_weights(change):
     """Change the tensors of ``model.safetensors``."""
 
-    def apply(folder: Path) -> None:
+    def apply(folder):
         from safetensors.torch import load_file, save_file
 
         weights = load_file(folder / "model.safetensors")
@@ -220,20 +200,20 @@ def _of_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[P
     return apply
 
 
-def _drop(*endings: str) -> Callable[[dict[str, torch.Tensor]], Any]:
-    def change(weights: dict[str, torch.Tensor]) -> None:
+def _drop(*endings):
+    def change(weights):
         for name in [name for name in weights if "layers.0" in name and name.endswith(endings)]:
             del weights[name]
 
     return change
 
 
-def _garble(weights: dict[str, torch.Tensor]) -> None:
+def _garble(weights):
     name = next(name for name in weights if name.endswith("bitsandbytes__nf4"))
     weights[name] = torch.zeros_like(weights[name])
 
 
-def _without_bitsandbytes(user: User) -> Any:
+def _without_bitsandbytes(user):
     pytest.importorskip("bitsandbytes")
     user.monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     return from_config("llama", quantization="nf4", **LLAMA)
@@ -259,7 +239,7 @@ MODELS = [
         )),
     Mistake(SECTION, "`model.folder` with weights that do not fit its configuration",
         "model.folder='…': … cannot be read: ValueError: …", "repair: copy or download the folder again",
-        (_folder(_lose_a_weight), _folder(_configure(num_hidden_layers=3)))),
+        (_folder(_of_weights(lambda all: all.pop("lm_head.weight"))), _folder(_configure(num_hidden_layers=3)))),
     Mistake(SECTION, "`model.weights` or `model.name` that is neither here nor on the hub",
         "model.…='…' is neither a folder nor a model that the Hugging Face hub gives",
         "Name a folder with safetensors files, or check the name and the connection",
@@ -275,7 +255,7 @@ MODELS = [
     Mistake(SECTION, "`model.weights` with files that are missing, empty, cut short or broken",
         "model.weights='…': … cannot be read", "repair: copy or download the folder again",
         (
-            _weights(_shorten_shard(1, 1500)),
+            _weights(lambda folder: _shorten(_shards(folder)[1].name, 1500)(folder)),
             _weights(lambda folder: _shards(folder)[1].unlink()),
             _weights(_shorten("model.safetensors.index.json", 20)),
             _weights(lambda folder: (folder / "model.safetensors.index.json").unlink()),

@@ -1,12 +1,9 @@
 """Mistakes in the LightningModule, its optimizer, its loss and its batches."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -21,20 +18,20 @@ from torch.nn.utils import prune
 from transformers import GPTQConfig
 
 from lightning_roundpipe import Microbatches
-from mistakes.user import Mistake, User
+from mistakes.user import Mistake
 
 
-def mlp() -> nn.Module:
+def mlp():
     return zoo.make_module("mlp").model
 
 
 class Manual(zoo.PlainClassifier):
-    def __init__(self, model: nn.Module, *, written_between: bool = False, twice: bool = False, **options: Any) -> None:
+    def __init__(self, model, *, written_between=False, twice=False, **options):
         super().__init__(model)
         self.automatic_optimization = False
         self.written_between, self.twice, self.backward_options = written_between, twice, options
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         loss, _ = self.loss_and_logits(batch)
         if self.written_between:
@@ -48,26 +45,26 @@ class Manual(zoo.PlainClassifier):
         self.log("loss", loss)
 
 
-def returning(change: Any, **options: Any) -> Any:
+def returning(change, **options):
     """The mistake of returning ``change(loss, batch)`` from ``training_step``."""
 
     class Returning(zoo.PlainClassifier):
-        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return change(self.loss_and_logits(batch)[0], batch)
 
     return lambda user: user.fit(Returning(mlp()), num_microbatches=4, **options)
 
 
-def _frozen(user: User) -> None:
+def _frozen(user):
     module = zoo.make_module("mlp")
     module.make_optimizer = lambda parameters: zoo.sgd(list(parameters))
     user.fit(module.requires_grad_(False))
 
 
-def _optimizing(parameters: Any) -> Any:
+def _optimizing(parameters):
     """The mistake of an optimizer on ``parameters(module)``."""
 
-    def way(user: User) -> None:
+    def way(user):
         module = zoo.make_module("mlp")
         module.make_optimizer = lambda _: zoo.sgd(parameters(module))
         user.fit(module)
@@ -76,12 +73,12 @@ def _optimizing(parameters: Any) -> Any:
 
 
 class _AddsParameters(pl.Callback):
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def _in_inference_mode(*, builds: bool) -> Any:
-    def way(user: User) -> None:
+def _in_inference_mode(*, builds):
+    def way(user):
         with torch.inference_mode(builds):
             module = zoo.PlainClassifier(mlp() if not builds else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)))
         with torch.inference_mode(not builds):
@@ -91,15 +88,15 @@ def _in_inference_mode(*, builds: bool) -> Any:
 
 
 class _Waits(pl.Callback):
-    def __init__(self) -> None:
+    def __init__(self):
         self.began, self.goes_on = threading.Event(), threading.Event()
 
-    def on_train_start(self, *args: Any) -> None:
+    def on_train_start(self, *args):
         self.began.set()
         assert self.goes_on.wait(PATIENCE_S)
 
 
-def _on_two_threads(user: User) -> None:
+def _on_two_threads(user):
     waits = _Waits()
     other = trainer_of(ours(), devices=2, max_steps=1, callbacks=[waits])
     fit = functools.partial(other.fit, zoo.make_module("mlp"), loader(zoo.make_batches("mlp", 1)))
@@ -114,15 +111,15 @@ def _on_two_threads(user: User) -> None:
         assert other.global_step == 1
 
 
-def _on_a_gpu(user: User) -> None:
+def _on_a_gpu(user):
     model = mlp()
     with FakeTensorMode():  # says that it is on a GPU, without one
         model.head.bias = nn.Parameter(torch.empty(5, device="cuda"))
     user.fit(zoo.PlainClassifier(model))
 
 
-def _logging(bound: bool) -> Any:
-    def fit(user: User) -> None:
+def _logging(bound):
+    def fit(user):
         module = zoo.PlainClassifier(mlp())
         log = module.log
         module.model.blocks[0].up.register_forward_hook(lambda *_: (log if bound else module.log)("norm", 1.0))
@@ -131,16 +128,16 @@ def _logging(bound: bool) -> Any:
     return fit
 
 
-def _lazy(user: User) -> None:
+def _lazy(user):
     model = mlp()
     model.head = nn.LazyLinear(5)
     user.fit(zoo.PlainClassifier(model))
 
 
-def _on_meta(change: Any) -> Any:
+def _on_meta(change):
     """The mistake of leaving what ``change`` does to a model on the meta device."""
 
-    def way(user: User) -> None:
+    def way(user):
         model = mlp()
         change(model)
         user.fit(zoo.PlainClassifier(model))
@@ -148,8 +145,8 @@ def _on_meta(change: Any) -> Any:
     return way
 
 
-def _sharing(part: Any) -> Any:
-    def way(user: User) -> None:
+def _sharing(part):
+    def way(user):
         model = mlp()
         model.blocks[1].up.weight = nn.Parameter(part(model.blocks[0].up.weight.data))
         user.fit(zoo.PlainClassifier(model))
@@ -160,27 +157,21 @@ def _sharing(part: Any) -> Any:
 class _Bare(pl.LightningModule):
     """Computes with a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return (batch["x"] @ self.weight).square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return zoo.sgd(self.parameters())
 
 
-class _Elsewhere(zoo.PlainClassifier):
-    """Has a model, and computes with another one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.hidden = [nn.Linear(8, 5)]  # a list does not register it
-
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.hidden[0](batch["x"])
-        return F.cross_entropy(logits, batch["y"]), logits
+def computing(loss, **options):
+    """The mistake of this loss, which is given the model and the batch."""
+    kind = type("Computing", (zoo.PlainClassifier,), {"loss_and_logits": lambda self, b: (loss(self.model, b), None)})
+    return lambda user: user.fit(kind(mlp()), **options)
 
 
 @torch.jit.script
@@ -188,46 +179,36 @@ def _added(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias
 
 
-class _Scripted(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = _added(self.model(batch["x"]), self.model.head.bias)
-        return F.cross_entropy(logits, batch["y"]), logits
-
-
 class _Steered(zoo.PlainClassifier):
     """A hook inside a frozen layer adds a trained vector; from the second batch on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(mlp())
         self.requires_grad_(False)
         self.vector = nn.Parameter(torch.ones(zoo.WIDTH))
         self.model.head.requires_grad_(True)
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         inner = self.model.blocks[1].down
         inner.register_forward_hook(lambda m, inputs, out: out + self.vector if self.global_step else None)
 
 
 class _Registers(zoo.PlainClassifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.model.head.weight.register_hook(lambda grad: grad)
         return super().training_step(batch, batch_idx)
-
-
-def _registers_within(user: User) -> None:
-    user.fit(_Registers(mlp()))
 
 
 class _Unfreezes(zoo.PlainClassifier):
     """Switches ``requires_grad`` of its blocks within ``training_step``: on in every other batch."""
 
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.model.blocks.requires_grad_(batch_idx % 2 == 0)
         return super().training_step(batch, batch_idx)
 
 
-def _unfreezing(*, frozen: bool, batches: int, **options: Any) -> Any:
-    def way(user: User) -> None:
+def _unfreezing(*, frozen, batches, **options):
+    def way(user):
         module = _Unfreezes(mlp())
         module.model.blocks.requires_grad_(not frozen)
         user.fit(module, zoo.make_batches("mlp", batches), **options)
@@ -238,14 +219,14 @@ def _unfreezing(*, frozen: bool, batches: int, **options: Any) -> Any:
 class _RegistersLate(zoo.PlainClassifier):
     """Its training_step registers a parameter in a later batch, or replaces one that it has computed with."""
 
-    def __init__(self, *, replaces: bool = False) -> None:
+    def __init__(self, *, replaces=False):
         super().__init__(mlp())
         self.first = [nn.Parameter(torch.ones(()))] if replaces else []
         if replaces:
             self.scale = self.first[0]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss: Any = super().training_step(batch, batch_idx)
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
         scale = getattr(self, "scale", None)
         if scale is not None:
             loss = loss * scale
@@ -258,22 +239,22 @@ class _RegistersLate(zoo.PlainClassifier):
 class _UnfreezesItself(zoo.MLP):
     """Its blocks switch on ``requires_grad`` of their own parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for block in self.blocks.requires_grad_(False):
             block.forward = functools.partial(_unfrozen, block)
 
 
-def _unfrozen(block: Any, h: Tensor) -> Tensor:
+def _unfrozen(block, h):
     block.requires_grad_(True)
     return type(block).forward(block, h)
 
 
-def _quantised(change: Any) -> Any:
+def _quantised(change):
     """The mistake of training an MLP whose output layer is in four bits, after this change of its weight."""
 
-    def way(user: User) -> None:
-        nn4: Any = pytest.importorskip("bitsandbytes.nn")
+    def way(user):
+        nn4 = pytest.importorskip("bitsandbytes.nn")
         module = zoo.make_module("mlp")
         width = module.model.head.in_features
         head = nn4.Linear4bit(width, module.model.head.out_features, compute_dtype=torch.float32, quant_type="nf4")
@@ -284,25 +265,34 @@ def _quantised(change: Any) -> Any:
     return way
 
 
-def _of_torchao(user: User) -> None:
-    quantization: Any = pytest.importorskip("torchao.quantization")
+def _of_torchao(user):
+    quantization = pytest.importorskip("torchao.quantization")
     module = zoo.make_module("mlp")
     quantization.quantize_(nn.Sequential(module.model.head), quantization.Int8WeightOnlyConfig())
     user.fit(module)
 
 
-def _gathered_in_fp8(user: User) -> None:
-    float8: Any = pytest.importorskip("torchao.float8")
+def _gathered_in_fp8(user):
+    float8 = pytest.importorskip("torchao.float8")
     module = zoo.make_module("mlp")
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     float8.convert_to_float8_training(module.model, config=config)
     user.fit(module)
 
 
-def _by_gptq(user: User) -> None:
+def _by_gptq(user):
     module = zoo.make_module("mlp")
     module.model.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))  # as transformers marks it
     user.fit(module)
+
+
+def _two_means(model, batch):
+    logits = model(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits[:2], batch["y"][:2])
+
+
+def _nested():
+    return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
 
 
 SECTION = "The module, its optimizer and its loss"
@@ -323,7 +313,8 @@ MODULES = [
         (lambda user: user.fit(Manual(mlp(), written_between=True)),)),
     Mistake(SECTION, "a hook on a parameter or on the optimizer's step that `training_step` registers",
         "register_hook was called on a parameter within training_step",
-        "Do it between batches, for example in on_fit_start or on_train_batch_start", (_registers_within,)),
+        "Do it between batches, for example in on_fit_start or on_train_batch_start",
+        (lambda user: user.fit(_Registers(mlp())),)),
     Mistake(SECTION, "`requires_grad` that `training_step` switches on for a parameter of a layer",
         "training_step switches on requires_grad of parameter '…', in layer '…'",
         "Switch on between steps, for example in on_train_batch_start, all that the window's batches train",
@@ -377,7 +368,9 @@ MODULES = [
     Mistake(SECTION, "a nested tensor that goes from one layer to the next",
         "a nested tensor (torch.nested) goes into a layer or out of it",
         "hand on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the nested "
-        "tensor and computes with it in RoundPipeStrategy(layers=[...])", (lambda user: _nested(user),)),
+        "tensor and computes with it in RoundPipeStrategy(layers=[...])",
+        (computing(lambda model, batch: torch.stack([x.mean() for x in model(batch["x"]).unbind()]).mean(),
+                   batches=[{"x": _nested()}] * 3),)),
     Mistake(SECTION, "parameters or buffers without values", "on the meta device, without values: '…'",
         "Give them values in configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') and "
         "an initialisation; or set ckpt_path= to a checkpoint that holds them",
@@ -395,7 +388,7 @@ MODULES = [
         "register the model as an attribute of the LightningModule", (lambda user: user.fit(_Bare()),)),
     Mistake(SECTION, "`training_step` computes with modules that are not registered",
         "training_step called none of the layers that were found", "name the modules it calls with layers=[...]",
-        (lambda user: user.fit(_Elsewhere(mlp()), num_microbatches=2),)),
+        (computing(lambda model, batch: nn.Linear(8, 5)(batch["x"]).mean(), num_microbatches=2),)),
     Mistake(SECTION, "an optimizer on parameters that are not the module's",
         "… holds parameters that are not the LightningModule's",
         "build the optimizer from self.parameters() in configure_optimizers()",
@@ -409,7 +402,7 @@ MODULES = [
         "an operation that is no torch function (TorchScript, a C++ extension, another thread) takes a parameter, with "
         "`staleness=1`, with a `*-true` precision of 16 bits, or in a later batch for the first time",
         "… uses parameter '…' itself, by another way than a torch function", "Give it parameter.clone() instead",
-        (lambda user: user.fit(_Scripted(mlp()), staleness=1),)),
+        (computing(lambda model, batch: _added(model(batch["x"]), model.head.bias).mean(), staleness=1),)),
     Mistake(SECTION,
         "a frozen layer computes with a trained parameter of another module (a steering vector), in a later batch for "
         "the first time",
@@ -426,12 +419,12 @@ MODULES = [
     Mistake(SECTION, "`loss_weight='targets'`, and a loss that is made without a mean cross entropy",
         "loss_weight='targets' counts the targets of the mean cross entropy … made with none",
         "Leave loss_weight out, or set it to a function of a microbatch that returns what it counts",
-        (lambda user: user.fit(_Squared(mlp()), loss_weight="targets"),)),
+        (computing(lambda model, batch: model(batch["x"]).square().mean(), loss_weight="targets"),)),
     Mistake(SECTION,
         "`loss_weight='targets'`, and a loss that is made with several means over different numbers of targets",
         "loss_weight='targets' counts the targets of the mean cross entropy … made with several",
         "Leave loss_weight out, or set it to a function of a microbatch that returns what it counts",
-        (lambda user: user.fit(_TwoMeans(mlp()), loss_weight="targets"),)),
+        (computing(_two_means, loss_weight="targets"),)),
     Mistake(SECTION, "modules or parameters that are replaced within a window of accumulated batches",
         "roundpipe: modules or parameters of the model were replaced within a window of accumulate_grad_batches=…",
         "Replace them between windows, for example in on_train_epoch_start",
@@ -464,79 +457,41 @@ MODULES = [
 ]  # fmt: skip
 
 
-class _Squared(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return logits.square().mean(), logits
-
-
-class _TwoMeans(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits[:2], batch["y"][:2]), logits
-
-
 class _Prunes(zoo.PlainClassifier):
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         """So that each batch is a step of its own."""
 
-    def on_train_batch_start(self, batch: zoo.Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 1:
             prune.l1_unstructured(self.model.head, "weight", amount=0.5)
 
 
 class _Skips(zoo.PlainClassifier):
-    def on_train_batch_start(self, batch: zoo.Batch, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 2 else None
 
 
 class _ChangesTheWindow(pl.Callback):
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, *args):
         trainer.accumulate_grad_batches = self.length
 
 
 class _BeginsLongerWindows(pl.Callback):
     roundpipe_passive_hooks = True
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         trainer.accumulate_grad_batches = self.length if batch_idx else 1
 
 
-def _nested(user: User) -> None:
-    batch = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
-    user.fit(_Nested(mlp()), [{"x": batch}] * 3)
-
-
-class _Nested(zoo.PlainClassifier):
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        return torch.stack([rows.square().mean() for rows in self.model(batch["x"]).unbind()]).mean()
-
-
-class _Sizeless(zoo.PlainClassifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(torch.ones(4, 8)).square().mean()
-
-
-def _batches(batch: Any) -> Any:
-    return lambda user: user.fit(_Sizeless(mlp()), [batch] * 3, num_microbatches=2)
-
-
-class _Weighted(zoo.PlainClassifier):
-    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"]) * batch["scale"].mean(), logits
-
-
-def _constant_first(user: User) -> None:
-    user.fit(
-        _Weighted(mlp()), [{"scale": torch.ones(3)} | batch for batch in zoo.make_batches("mlp", 3)], num_microbatches=2
-    )
+def _batches(batch):
+    loss = lambda model, batch: model(torch.ones(4, 8)).square().mean()  # noqa: E731
+    return computing(loss, batches=[batch] * 3, num_microbatches=2)
 
 
 SECTION = "The batch"
@@ -554,7 +509,8 @@ BATCHES = [
         (_batches({"x": torch.ones(4, 2), "scale": torch.tensor(0.5)}),)),
     Mistake(SECTION, "a batch whose tensors have different numbers of rows is to be cut",
         "num_microbatches=… cuts a batch along the first dimension of its tensors, and they disagree: … has … rows",
-        "Leave num_microbatches and microbatch_size out", (_constant_first, _batches([torch.ones(4), torch.ones(5)]))),
+        "Leave num_microbatches and microbatch_size out",
+        (_batches(zoo.make_batches("mlp", 1)[0] | {"scale": torch.ones(3)}), _batches([torch.ones(4), torch.ones(5)]))),
     Mistake(SECTION, "a loader that returns `Microbatches` of nothing", "the data loader returned Microbatches([])",
         "a batch needs at least one microbatch", (_batches(Microbatches([])),)),
 ]  # fmt: skip

@@ -1,24 +1,20 @@
 """Mistakes in the options of the strategy and of the Trainer."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import zoo
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, TransformerEnginePrecision
 from torch.amp import GradScaler
 
 from lightning_roundpipe import RoundPipePrecision
-from mistakes.user import Mistake, User, options, trainer
+from mistakes.user import Mistake, options, trainer
 
 
 class LooksAtGradients(zoo.PlainClassifier):
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         float(self.model.head.weight.grad.norm())
 
 
-def _with_a_scripted_head() -> zoo.PlainClassifier:
+def _with_a_scripted_head():
     module = zoo.make_module("mlp")
     module.model.head = torch.jit.script(module.model.head)
     return module
@@ -259,8 +255,8 @@ OTHERS = [
 ]  # fmt: skip
 
 
-def _launched(num_nodes: int = 1, /, **variables: str) -> Any:
-    def way(user: User) -> None:
+def _launched(num_nodes=1, /, **variables):
+    def way(user):
         for name, value in variables.items():
             user.monkeypatch.setenv(name, value)
         user.fit(trainer={"num_nodes": num_nodes})
@@ -268,14 +264,14 @@ def _launched(num_nodes: int = 1, /, **variables: str) -> Any:
     return way
 
 
-def _manually_on_several_machines(user: User) -> None:
+def _manually_on_several_machines(user):
     user.monkeypatch.setenv("NODE_RANK", "0")
     module = zoo.make_module("mlp")
     module.automatic_optimization = False
     user.fit(module, trainer={"num_nodes": 2})
 
 
-def _lbfgs_in_fp16(user: User) -> None:
+def _lbfgs_in_fp16(user):
     module = zoo.make_module("mlp")
     module.make_optimizer = torch.optim.LBFGS
     user.fit(module, trainer={"plugins": [MixedPrecision("16-mixed", "cpu")]})

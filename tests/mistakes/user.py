@@ -1,11 +1,8 @@
 """Who makes the mistakes: what they train, where their files are, and how far they got."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,22 +28,13 @@ class User:
         finished: training batches that were finished.
     """
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, folder, monkeypatch, capfd):
         self.folder, self.monkeypatch, self._capfd = folder, monkeypatch, capfd
         self.finished = 0
-        self._module: pl.LightningModule | None = None
-        self._before: dict[str, Tensor] = {}
+        self._module = None
+        self._before = {}
 
-    def fit(
-        self,
-        module: pl.LightningModule | None = None,
-        batches: Sequence[Any] | None = None,
-        *,
-        devices: Any = 2,
-        ckpt_path: Path | str | None = None,
-        trainer: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
+    def fit(self, module=None, batches=None, *, devices=2, ckpt_path=None, trainer=None, **options):
         """Train with these options of the strategy, and ``trainer``'s of the Trainer."""
         self._module = module = zoo.make_module("mlp") if module is None else module
         self._before = _weights(module)
@@ -58,12 +46,12 @@ class User:
         with quiet():
             made.fit(module, loader(zoo.make_batches("mlp", 4) if batches is None else batches), ckpt_path=ckpt_path)
 
-    def is_untouched(self) -> bool:
+    def is_untouched(self):
         """Whether the weights are what they were before ``fit``."""
         now = {} if self._module is None else _weights(self._module)
         return now.keys() == self._before.keys() and all(torch.equal(now[name], self._before[name]) for name in now)
 
-    def checkpoint(self, module: pl.LightningModule | None = None, batches: Sequence[Any] | None = None) -> Path:
+    def checkpoint(self, module=None, batches=None):
         """What plain Lightning leaves after a batch, but with the weights from before: loading those is no training."""
         path, module = self.folder / "good.ckpt", zoo.make_module("mlp") if module is None else module
         before = _weights(module)
@@ -74,7 +62,7 @@ class User:
         trainer.save_checkpoint(path)
         return path
 
-    def command(self, *arguments: str) -> None:
+    def command(self, *arguments):
         """``roundpipe-train experiment=random_tokens`` with these arguments, or of another experiment.
 
         That it exits with 2 and says one line is part of any refusal.
@@ -116,12 +104,12 @@ class Mistake:
     finished: int = 0
 
 
-def options(**given: Any) -> Callable[[User], Any]:
+def options(**given):
     """The mistake of giving the strategy these options."""
     return lambda user: user.fit(**given)
 
 
-def trainer(**given: Any) -> Callable[[User], Any]:
+def trainer(**given):
     """The mistake of giving the Trainer these options."""
     return lambda user: user.fit(trainer=given)
 
@@ -129,13 +117,13 @@ def trainer(**given: Any) -> Callable[[User], Any]:
 class _Count(pl.Callback):
     roundpipe_passive_hooks = True
 
-    def __init__(self, user: User) -> None:
+    def __init__(self, user):
         self.user = user
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args):
         self.user.finished += 1
 
 
-def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
+def _weights(module):
     values = {name: value for name, value in module.state_dict().items() if type(value) is Tensor}
     return {name: value.clone() for name, value in values.items() if value.device.type == "cpu"}

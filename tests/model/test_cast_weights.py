@@ -1,9 +1,6 @@
 """Operators of packages compute below a dispatch mode as they do without it."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +15,13 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight).clone()
 
 
-class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return call_below(func, args, kwargs or {})
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_autocast_reaches_what_an_operator_calls(depth: int) -> None:
+def test_autocast_reaches_what_an_operator_calls(depth):
     """Below a mode PyTorch turns autocast off, and a product computed in fp32."""
     dtype = torch.bfloat16
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
@@ -41,7 +38,7 @@ def test_autocast_reaches_what_an_operator_calls(depth: int) -> None:
     assert precise.dtype is torch.float32
 
 
-def test_without_autocast_nothing_changes() -> None:
+def test_without_autocast_nothing_changes():
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     with Watching():
         assert product(x, weight).dtype is torch.float32

@@ -1,13 +1,11 @@
 """Which modules become layers."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import zoo
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.model.layers import find_layers
 
@@ -15,18 +13,18 @@ from lightning_roundpipe.model.layers import find_layers
 class Holder(nn.Module):
     """Stands for the LightningModule, which is itself never a layer."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
 
-def names(model: nn.Module, requested: list[str | type] | None = None) -> list[str]:
+def names(model, requested=None):
     return [n.removeprefix("model.") for n in find_layers(Holder(model), requested)]
 
 
-def assert_nothing_twice(root: nn.Module) -> None:
+def assert_nothing_twice(root):
     """No layer holds another, and none is listed twice: a weight that is inside two would travel twice."""
-    inside: set[int] = set()
+    inside = set()
     for module in find_layers(root).values():
         mine = {id(m) for m in module.modules()}
         assert not inside & mine
@@ -45,12 +43,7 @@ HUGGING_FACE = {
         "transformer.ln_f",
         "lm_head",
     ],
-    "bert": [
-        "bert.embeddings",
-        *(f"bert.encoder.layer.{i}" for i in range(zoo.BLOCKS)),
-        "bert.pooler",
-        "classifier",
-    ],
+    "bert": ["bert.embeddings", *(f"bert.encoder.layer.{i}" for i in range(zoo.BLOCKS)), "bert.pooler", "classifier"],
     "t5": [
         "shared",
         "encoder.embed_tokens",  # modules of their own that hold the shared weight
@@ -67,14 +60,14 @@ HUGGING_FACE = {
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_models(name: str) -> None:
+def test_hugging_face_models(name):
     """Blocks stay whole, as the models themselves ask, whatever their size; what is around them is found too."""
     model = zoo.ENTRIES[name].build()
     assert names(model) == HUGGING_FACE[name]
     assert_nothing_twice(Holder(model))
 
 
-def test_adapters_change_nothing() -> None:
+def test_adapters_change_nothing():
     """PEFT's wrappers sit inside the blocks and travel with them, and so does one around the head."""
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"])
     with warnings.catch_warnings():
@@ -91,7 +84,7 @@ def test_adapters_change_nothing() -> None:
 class Residual(nn.Module):
     """Of a ResNet."""
 
-    def __init__(self, width: int, stride: int) -> None:
+    def __init__(self, width, stride):
         super().__init__()
         self.conv1 = nn.Conv2d(width // stride, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -99,13 +92,13 @@ class Residual(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.shortcut = nn.Sequential(nn.Conv2d(width // stride, width, 1, stride), nn.BatchNorm2d(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
         return (y + self.shortcut(x)).relu()
 
 
 class ResNet(nn.Module):
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
         self.stages = nn.ModuleList(
@@ -114,14 +107,14 @@ class ResNet(nn.Module):
         )
         self.head = nn.Linear(32, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.stem(x)
         for stage in self.stages:
             x = stage(x)
         return self.head(x.mean((2, 3)))
 
 
-def test_an_ordinary_cnn_does_not_become_dozens_of_layers() -> None:
+def test_an_ordinary_cnn_does_not_become_dozens_of_layers():
     """Small stages are one layer each; only those that are too large for one are cut, at their blocks."""
     model = ResNet(blocks=6)
     found = names(model)
@@ -135,14 +128,14 @@ def test_an_ordinary_cnn_does_not_become_dozens_of_layers() -> None:
 class Language(nn.Module):
     """A plain model whose embedding is larger than everything else together, which is the rule for small ones."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(2000, 8)
         self.blocks = nn.ModuleList(zoo.ResidualBlock(8) for _ in range(4))
         self.head = nn.Linear(8, 5)
 
 
-def test_a_large_embedding_does_not_make_the_model_one_layer() -> None:
+def test_a_large_embedding_does_not_make_the_model_one_layer():
     """One layer would mean that the whole model has to fit a device."""
     assert names(Language()) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
 
@@ -150,7 +143,7 @@ def test_a_large_embedding_does_not_make_the_model_one_layer() -> None:
 # ------------------------------------------------------------------------------------------------------------ requested
 
 
-def test_requested_by_class_name_or_qualified_name() -> None:
+def test_requested_by_class_name_or_qualified_name():
     """All three ways to say the same; what is left over is searched as usual."""
     model = zoo.ENTRIES["llama"].build()
     mlp = type(model.model.layers[0].mlp)
@@ -166,7 +159,7 @@ def test_requested_by_class_name_or_qualified_name() -> None:
     assert "model.model.layers.0" in one and "model.model.layers.1" not in one
 
 
-def test_unknown_request_lists_what_there_is() -> None:
+def test_unknown_request_lists_what_there_is():
     with pytest.raises(ValueError, match=r"(?s)layers='Nonsense' matches no module of Holder.*Linear, MLP, .*Residual"):
         names(zoo.MLP(), [zoo.ResidualBlock, "Nonsense"])
     with pytest.raises(ValueError, match=r"layers=.*Conv2d.*matches no module"):

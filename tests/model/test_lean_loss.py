@@ -1,13 +1,7 @@
 """The loss without logits equals the loss of the logits, and never holds them."""
 
-# Tensor.backward and the like have no types.
-# mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import harness
 import pytest
@@ -25,7 +19,6 @@ from transformers import (
     LlamaConfig,
     OPTConfig,
     PhiConfig,
-    PreTrainedConfig,
     Qwen3MoeConfig,
 )
 
@@ -35,12 +28,12 @@ from lightning_roundpipe.planning.meter import Meter
 
 CLASSES, FEATURES, ROWS, LENGTH = 96, 16, 3, 10
 """Chunks have 8 tokens: half as many as features, more than a sixth of the tokens."""
-USUAL: dict[str, Any] = {
+USUAL = {
     "vocab_size": CLASSES, "hidden_size": FEATURES, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "initializer_range": 0.5, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
-MODELS: dict[str, PreTrainedConfig] = {
+MODELS = {
     "llama": LlamaConfig(**USUAL),
     "gpt2, tied": GPT2Config(vocab_size=CLASSES, n_embd=FEATURES, n_layer=1, n_head=2, initializer_range=0.5,
                              resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
@@ -54,19 +47,19 @@ MODELS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
-def model_of(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+def model_of(name="llama", dtype=torch.float32):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name])).to(dtype)
 
 
-def batch() -> dict[str, Tensor]:
+def batch():
     tokens = torch.randint(1, CLASSES, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[0, 6:] = labels[2, 2:] = -100
     return {"input_ids": tokens, "labels": labels}
 
 
-def loss_and_gradients(model: Any, *, lean: bool, autocast: bool = False, **given: Any) -> list[Tensor]:
+def loss_and_gradients(model, *, lean, autocast=False, **given):
     """The loss is tripled before backward."""
     model.zero_grad()
     with lean_logits(model) if lean else contextlib.nullcontext(), torch.autocast("cpu", enabled=autocast):
@@ -75,7 +68,7 @@ def loss_and_gradients(model: Any, *, lean: bool, autocast: bool = False, **give
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def both(model: Any, **settings: Any) -> tuple[list[Tensor], list[Tensor]]:
+def both(model, **settings):
     plain = loss_and_gradients(model, lean=False, **settings)
     make_lean(model)
     lean = loss_and_gradients(model, lean=True, **settings)
@@ -84,12 +77,12 @@ def both(model: Any, **settings: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_plain_loss(name: str) -> None:
+def test_equals_the_plain_loss(name):
     """With what a model does to its logits, and what it adds to the loss."""
     harness.assert_tensors_same(*both(model_of(name)), rtol=5e-6, atol=2e-6)
 
 
-def test_a_given_number_of_targets() -> None:
+def test_a_given_number_of_targets():
     harness.assert_tensors_same(*both(model_of(), num_items_in_batch=torch.tensor(7)), rtol=5e-6, atol=2e-6)
 
 
@@ -103,7 +96,7 @@ def test_a_given_number_of_targets() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2, soft cap"])
-def test_formats(name: str, dtype: torch.dtype, autocast: bool, tolerance: float) -> None:
+def test_formats(name, dtype, autocast, tolerance):
     """The loss is in fp32, as transformers' is."""
     plain, lean = both(model_of(name, dtype), autocast=autocast)
     assert lean[0].dtype is torch.float32
@@ -117,7 +110,7 @@ class Largest(TorchDispatchMode):
 
     tokens = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, Tensor) and t.ndim and t.shape[-1] == CLASSES:
@@ -125,14 +118,14 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def largest(run: Callable[[], Any]) -> int:
+def largest(run):
     with Largest() as mode:
         run()
     return mode.tokens
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_never_hold_their_logits(name: str) -> None:
+def test_models_never_hold_their_logits(name):
     model, losses = model_of(name), []
     assert largest(lambda: losses.append(model(**batch()).loss)) == ROWS * LENGTH
     make_lean(model)
@@ -143,7 +136,7 @@ def test_models_never_hold_their_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bytes_of_a_logit"), [(torch.bfloat16, 10), (torch.float32, 8)])
-def test_memory_of_a_chunk(dtype: torch.dtype, bytes_of_a_logit: int) -> None:
+def test_memory_of_a_chunk(dtype, bytes_of_a_logit):
     """It holds the logits, their cast and their logarithms at most, and nothing of the chunk before."""
     features, classes, rows = 512, 50_000, 256
     head = nn.Linear(features, classes, bias=False, dtype=dtype, device="meta")
@@ -157,7 +150,7 @@ def test_memory_of_a_chunk(dtype: torch.dtype, bytes_of_a_logit: int) -> None:
     assert bytes_of_a_logit * logits <= meter.work.memory.peak < (bytes_of_a_logit + 0.5) * logits + sums
 
 
-def test_small_gradients_survive_fp16() -> None:
+def test_small_gradients_survive_fp16():
     """Divided by 4,000 targets, the probability of one of many classes is next to nothing in fp16."""
     model = model_of("phi, bias", torch.float16)
     make_lean(model)
@@ -172,7 +165,7 @@ def test_small_gradients_survive_fp16() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_sums_over_chunks_are_in_fp32(autocast: bool) -> None:
+def test_sums_over_chunks_are_in_fp32(autocast):
     """In bf16 what a chunk adds to a sum of hundreds is lost: 256 + 1 is 256."""
     dtype = torch.float32 if autocast else torch.bfloat16
     head = nn.Linear(FEATURES, CLASSES, dtype=dtype)
@@ -187,14 +180,14 @@ def test_sums_over_chunks_are_in_fp32(autocast: bool) -> None:
         assert torch.allclose(parameter.grad[0].float(), torch.tensor(1 / CLASSES - 1), rtol=0.01)
 
 
-def test_without_targets_gradients_are_zero() -> None:
+def test_without_targets_gradients_are_zero():
     plain, lean = both(model_of(), labels=torch.full((ROWS, LENGTH), -100))
     assert plain[0].isnan() and lean[0].isnan()
     assert not any(t.any() for t in lean[1:])
 
 
 @pytest.mark.parametrize("frozen", ["head", "decoder", "both"])
-def test_only_what_is_trained_gets_gradients(frozen: str) -> None:
+def test_only_what_is_trained_gets_gradients(frozen):
     model = model_of()
     make_lean(model)
     if frozen != "head":
@@ -210,7 +203,7 @@ def test_only_what_is_trained_gets_gradients(frozen: str) -> None:
         assert (model.model.embed_tokens.weight.grad is None) == (frozen == "decoder")
 
 
-def test_backward_only_once() -> None:
+def test_backward_only_once():
     model = model_of()
     make_lean(model)
     with lean_logits(model):
@@ -220,7 +213,7 @@ def test_backward_only_once() -> None:
         loss.backward()
 
 
-def test_a_model_stays_what_it_is() -> None:
+def test_a_model_stays_what_it_is():
     """Its state has the same names, weights stay tied, and a copy of it is lean with its own weights."""
     model = model_of("gpt2, tied")
     before = list(model.state_dict())
@@ -234,7 +227,7 @@ def test_a_model_stays_what_it_is() -> None:
     assert head.weight.grad is None and other.get_output_embeddings().weight.grad is not None
 
 
-def test_models_that_cannot_are_refused() -> None:
+def test_models_that_cannot_are_refused():
     adapted = get_peft_model(model_of(), LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ValueError, match=r"loss of LlamaForCausalLM .* layer is a Linear, not .*task.lean_loss=false"):
         make_lean(adapted)

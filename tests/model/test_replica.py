@@ -1,18 +1,16 @@
 """A layer's copy on a worker: new where it must be, the user's own objects everywhere else; and its attributes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
 from harness import assert_same, ours, run
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.model.replica import Replica, parameter_places, unique_parameters
@@ -20,14 +18,14 @@ from lightning_roundpipe.model.replica import Replica, parameter_places, unique_
 CPU = torch.device("cpu")
 
 
-def scaled(module: nn.Module, x: Tensor, factor: float = 1.0) -> Tensor:
+def scaled(module, x, factor=1.0):
     return module(x) * factor
 
 
 class Odd(nn.Module):
     """Holds its own parts in all the ways that modules do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(2, 2)
         self.other = nn.Linear(2, 2)
@@ -42,19 +40,19 @@ class Odd(nn.Module):
         self.table = {"a": self.inner, "b": [self.other]}
         self.weights = [self.inner.weight]
 
-    def helper(self, x: Tensor) -> Tensor:
+    def helper(self, x):
         return self.inner(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.method(x) + self.step(x)
 
 
 @pytest.fixture
-def layer() -> Odd:
+def layer():
     return Odd()
 
 
-def reached_from_outside(copy: Replica, value: Any) -> bool:
+def reached_from_outside(copy, value):
     """Whether something of the original can be reached from ``value``."""
     originals = {id(m) for m in copy.originals} | {id(p) for m in copy.originals for p in m._parameters.values()}
     if isinstance(value, dict):
@@ -69,10 +67,10 @@ def reached_from_outside(copy: Replica, value: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------------- the copy
 
 
-def test_what_refers_to_the_layer_refers_to_the_copy(layer: Odd) -> None:
+def test_what_refers_to_the_layer_refers_to_the_copy(layer):
     """Otherwise the worker would compute with the masters, on the host, and their gradients would be lost."""
     copy = Replica(layer, CPU)
-    inside: Any = copy.module
+    inside = copy.module
     assert type(inside) is Odd and inside is not layer and inside.inner is not layer.inner
     assert inside.method.__self__ is inside and inside.method.__func__ is Odd.helper
     assert inside.step.args == (inside.inner,) and inside.step.keywords == {"factor": 3.0}
@@ -85,7 +83,7 @@ def test_what_refers_to_the_layer_refers_to_the_copy(layer: Odd) -> None:
 
 
 @pytest.mark.parametrize("rounded", [(), (0, 1, 2, 3)])
-def test_unbinding_gives_memory_back_at_once(layer: Odd, rounded: tuple[int, ...]) -> None:
+def test_unbinding_gives_memory_back_at_once(layer, rounded):
     """This copy holds a method of its own, so it would hold its memory until Python looks for such circles."""
     gc.disable()
     try:
@@ -107,13 +105,13 @@ def test_unbinding_gives_memory_back_at_once(layer: Odd, rounded: tuple[int, ...
         gc.enable()
 
 
-def test_a_tied_parameter_is_one_in_the_copy() -> None:
+def test_a_tied_parameter_is_one_in_the_copy():
     """Two would each get half of the gradient."""
     layer = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     layer[1].weight = layer[0].weight
     assert len(unique_parameters(layer)) == 1 and len(list(parameter_places(layer))) == 2
     copy = Replica(layer, CPU)
-    assert copy.module[0].weight is copy.module[1].weight is copy.parameters[0]  # type: ignore[index]
+    assert copy.module[0].weight is copy.module[1].weight is copy.parameters[0]
 
 
 # ------------------------------------------------------------------------------------------------------ as in training
@@ -127,12 +125,12 @@ class Branches(NamedTuple):
 class Holding(nn.Module):
     """A block that reaches its own parts in a way that a copy has to follow."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
         self.inner = nn.Linear(zoo.WIDTH, zoo.WIDTH)
         self.other = nn.Linear(zoo.WIDTH, zoo.WIDTH)
-        self.paths: Any = {
+        self.paths = {
             "bound method": (self.twice,),
             "partial": (functools.partial(scaled, self.inner, factor=0.5),),
             "named tuple": Branches(self.inner, self.other),
@@ -142,57 +140,57 @@ class Holding(nn.Module):
         if kind == "inner hook":
             self.inner.register_forward_hook(lambda _, args, output: output * torch.tanh(self.other.weight).sum(0))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Holding:
+    def __deepcopy__(self, memo):
         copy = Holding(self.kind)  # a lambda's deep copy would refer to this module still
         copy.load_state_dict(self.state_dict())
         return copy
 
-    def twice(self, x: Tensor) -> Tensor:
+    def twice(self, x):
         return torch.tanh(self.inner(x)) + self.other(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for path in self.paths:
             x = x + torch.tanh(path(x))
         return x
 
 
 class HoldingNet(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.stem = nn.Linear(8, zoo.WIDTH)
         self.block = Holding(kind)
         self.head = nn.Linear(zoo.WIDTH, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.block(self.stem(x)))
 
 
-def assert_as_plain(model: nn.Module, callback: type[pl.Callback] = pl.Callback, window: int = 1) -> None:
+def assert_as_plain(model, callback=pl.Callback, window=1):
     batches = zoo.make_batches("mlp")
     module = zoo.PlainClassifier(model)
-    options: Any = {"callbacks": [callback()], "accumulate_grad_batches": window}
-    layers = [kind for kind in ("Holding", "ResidualBlock", "Linear") if _has(model, kind)]
+    options = {"callbacks": [callback()], "accumulate_grad_batches": window}
+    layers = [
+        kind
+        for kind in ("Holding", "ResidualBlock", "Linear")
+        if any(type(m).__name__ == kind for m in model.modules())
+    ]
     plain = run("auto", module, batches, **options)
     assert_same(plain, run(ours(layers=layers), module, batches, devices=2, **options))
 
 
-def _has(model: nn.Module, kind: str) -> bool:
-    return any(type(m).__name__ == kind for m in model.modules())
-
-
 @pytest.mark.parametrize("kind", ["bound method", "partial", "named tuple", "lambda", "inner hook"])
-def test_however_a_layer_holds_its_parts(kind: str) -> None:
+def test_however_a_layer_holds_its_parts(kind):
     assert_as_plain(HoldingNet(kind), window=2)
 
 
 class NewModule(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         block = pl_module.model.blocks[1]
         block.up = copy.deepcopy(block.up)
         with torch.no_grad():
             block.up.weight.mul_(2)
 
 
-def test_a_layer_that_was_changed_in_training() -> None:
+def test_a_layer_that_was_changed_in_training():
     """The workers would go on computing with what is no longer there."""
     assert_as_plain(zoo.MLP(), NewModule)

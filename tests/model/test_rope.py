@@ -1,11 +1,7 @@
 """``model.rope``: sequences beyond a model's positions train as plain Lightning trains them with the same setting."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,30 +13,27 @@ from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 
 POSITIONS, LENGTH = 32, 96
-TINY: dict[str, Any] = {
+TINY = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": POSITIONS, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0}
-KINDS = {
-    "yarn": YARN,
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-}
+KINDS = {"yarn": YARN, "dynamic": {"rope_type": "dynamic", "factor": 4.0}}
 
 
-def batches() -> list[dict[str, torch.Tensor]]:
+def batches():
     torch.manual_seed(1)
     return [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(1, 64, (2, 4, LENGTH))]
 
 
-def trained(model: torch.nn.Module, strategy: Any) -> Any:
+def trained(model, strategy):
     module = CausalLM(copy.deepcopy(model), partial(torch.optim.SGD, lr=0.1))
     return run(strategy, module, batches(), devices=1 if strategy == "auto" else 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_beyond_the_configurations_positions_train_as_plain_training_does(kind: str) -> None:
+def test_sequences_beyond_the_configurations_positions_train_as_plain_training_does(kind):
     torch.manual_seed(0)
     settings = {key: value for key, value in TINY.items() if key not in ("model_type", "max_position_embeddings")}
     own = {"rope_theta": 10_000.0, **KINDS[kind]}
@@ -61,7 +54,7 @@ def test_sequences_beyond_the_configurations_positions_train_as_plain_training_d
     assert not torch.equal(alone.losses[0], trained(unstretched.model, "auto").losses[0])
 
 
-def test_a_folder_keeps_the_setting(tmp_path: Path) -> None:
+def test_a_folder_keeps_the_setting(tmp_path):
     """Both ways in, and what is saved has it."""
     from_config(**TINY).model.save_pretrained(tmp_path / "before")
     for found in (from_folder(tmp_path / "before", rope=YARN), from_name(str(tmp_path / "before"), rope=YARN)):
@@ -81,13 +74,13 @@ def test_a_folder_keeps_the_setting(tmp_path: Path) -> None:
         ({"rope_type": "yarn", "factors": 4.0}, "transformers does not take these parameters"),
     ],
 )
-def test_mistakes(rope: dict[str, Any], message: str) -> None:
+def test_mistakes(rope, message):
     with pytest.raises(ValueError, match=r"model\.rope=") as error:
         from_config(**TINY, rope=rope)
     assert message in str(error.value)
 
 
-def test_models_without_one_rotary_embedding_are_refused() -> None:
+def test_models_without_one_rotary_embedding_are_refused():
     with pytest.raises(ValueError, match=r"a gpt2 has no rotary embedding\. Leave model.rope out"):
         stretch(GPT2Config(), YARN)
     with pytest.raises(ValueError, match="a rotary embedding for each kind of layer"):

@@ -1,21 +1,19 @@
 """Clipping in pieces has the bits of ``torch.nn.utils``."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 
-SHAPES: list[tuple[int, ...]] = [(7, 5), (33,), (), (300, 200), (4, 6), (1,), (3,)]
+SHAPES = [(7, 5), (33,), (), (300, 200), (4, 6), (1,), (3,)]
 MIXED = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float32]
 
 
-def parameters(dtypes: list[torch.dtype], factor: float = 1.0) -> list[nn.Parameter]:
+def parameters(dtypes, factor=1.0):
     """With gradients, but for the second."""
     generator = torch.Generator().manual_seed(3)
     made = []
@@ -25,7 +23,7 @@ def parameters(dtypes: list[torch.dtype], factor: float = 1.0) -> list[nn.Parame
     return made
 
 
-def in_pieces(grads: list[Tensor], clip: Clip, order: list[int]) -> None:
+def in_pieces(grads, clip, order):
     """Norms as gradients arrive in ``order``, then what is left when the last is there."""
     arrived = {index: norms([grads[index]])[0] for index in order}
     factor = coefficient([arrived[index] for index in range(len(grads))], clip)
@@ -33,7 +31,7 @@ def in_pieces(grads: list[Tensor], clip: Clip, order: list[int]) -> None:
         scale([grads[index]], factor)
 
 
-def same_bits(ours: list[Tensor], plain: list[nn.Parameter]) -> bool:
+def same_bits(ours, plain):
     expected = [p.grad for p in plain if p.grad is not None]
     return all(
         a.dtype == b.dtype and torch.equal(a.nan_to_num(nan=7.5), b.nan_to_num(nan=7.5))
@@ -44,7 +42,7 @@ def same_bits(ours: list[Tensor], plain: list[nn.Parameter]) -> bool:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("value", [1, 0.37, 1e6])
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 7, [torch.bfloat16] * 7, MIXED], ids=["fp32", "bf16", "mixed"])
-def test_norms_in_pieces_have_the_bits_of_torch(dtypes: list[torch.dtype], value: float, threads: int) -> None:
+def test_norms_in_pieces_have_the_bits_of_torch(dtypes, value, threads):
     torch.set_num_threads(threads)
     plain = parameters(dtypes)
     grads = [p.grad.clone() for p in plain if p.grad is not None]
@@ -54,12 +52,12 @@ def test_norms_in_pieces_have_the_bits_of_torch(dtypes: list[torch.dtype], value
     assert same_bits(grads, plain)
 
 
-def raw(dtypes: list[torch.dtype]) -> list[Tensor]:
+def raw(dtypes):
     return [p.grad for p in parameters(dtypes) if p.grad is not None]
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf, 0.0])
-def test_what_is_not_finite_spreads_as_in_torch(poison: float) -> None:
+def test_what_is_not_finite_spreads_as_in_torch(poison):
     plain = parameters([torch.float32] * 7, factor=0.0 if not poison else 1.0)
     assert plain[3].grad is not None
     plain[3].grad[5, 5] = poison
@@ -71,7 +69,7 @@ def test_what_is_not_finite_spreads_as_in_torch(poison: float) -> None:
 
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 7, MIXED], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("value", [1, 0.37, 1e4])
-def test_values_have_the_bits_of_torch(dtypes: list[torch.dtype], value: float) -> None:
+def test_values_have_the_bits_of_torch(dtypes, value):
     plain = parameters(dtypes)
     assert plain[3].grad is not None
     plain[3].grad[0, :5] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, value])

@@ -1,15 +1,10 @@
 """Only optimizers of which it is known are stepped by parameter; every other reason is named."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -34,12 +29,12 @@ class Denying(optim.AdamW):
     independent_parameters = False
 
 
-def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:
+def parameter(dtype=torch.float32):
     return nn.Parameter(torch.ones(2, 2, dtype=dtype))
 
 
 @pytest.mark.parametrize("cls", [*KNOWN_BY_NAME, Independent], ids=lambda cls: cls.__name__)
-def test_known_and_declared_optimizers_are_stepped_by_parameter(cls: Any) -> None:
+def test_known_and_declared_optimizers_are_stepped_by_parameter(cls):
     optimizer = cls([parameter()], lr=0.1)
     assert stepped_by_parameter(optimizer) is None
     CosineAnnealingLR(optimizer, 10)  # wraps step, to see whether it was called
@@ -49,7 +44,7 @@ def test_known_and_declared_optimizers_are_stepped_by_parameter(cls: Any) -> Non
 
 
 @pytest.mark.parametrize("cls", [Heir, Undeclared, Denying], ids=lambda cls: cls.__name__)
-def test_any_other_class_has_to_declare_it(cls: type[optim.AdamW]) -> None:
+def test_any_other_class_has_to_declare_it(cls):
     reason = stepped_by_parameter(cls([parameter()]))
     assert reason is not None
     assert cls.__name__ in reason and "`independent_parameters = True`" in reason
@@ -59,13 +54,13 @@ def test_any_other_class_has_to_declare_it(cls: type[optim.AdamW]) -> None:
     ("cls", "reason"),
     [(optim.LBFGS, "LBFGS looks at all parameters together"), (optim.SparseAdam, "SparseAdam takes sparse gradients")],
 )
-def test_optimizers_of_torch_that_cannot_be(cls: Any, reason: str) -> None:
+def test_optimizers_of_torch_that_cannot_be(cls, reason):
     assert reason in str(stepped_by_parameter(cls([parameter()])))
 
 
-def wrapping(step: Callable[..., Any]) -> Callable[..., Any]:
+def wrapping(step):
     @functools.wraps(step)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args, **kwargs):
         return step(*args, **kwargs)
 
     return wrapper
@@ -73,7 +68,7 @@ def wrapping(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("scheduled", ["never", "before", "after"])
 @pytest.mark.parametrize("cls", [optim.SGD, Independent])
-def test_a_replaced_step_is_seen_also_under_a_schedulers_wrapper(cls: Any, scheduled: str) -> None:
+def test_a_replaced_step_is_seen_also_under_a_schedulers_wrapper(cls, scheduled):
     optimizer = cls([parameter()], lr=0.1)
     if scheduled == "before":
         LinearLR(optimizer)
@@ -85,8 +80,8 @@ def test_a_replaced_step_is_seen_also_under_a_schedulers_wrapper(cls: Any, sched
 
 
 @pytest.fixture
-def handles() -> Iterator[list[Any]]:
-    made: list[Any] = []
+def handles():
+    made = []
     yield made
     for handle in made:
         handle.remove()
@@ -101,9 +96,7 @@ def handles() -> Iterator[list[Any]]:
         (lambda o: register_optimizer_step_post_hook(print), "register_optimizer_step_post_hook"),
     ],
 )
-def test_step_hooks_are_seen_and_forgotten_when_they_are_removed(
-    register: Callable[[Optimizer], Any], name: str, handles: list[Any]
-) -> None:
+def test_step_hooks_are_seen_and_forgotten_when_they_are_removed(register, name, handles):
     optimizer = optim.SGD([parameter()])
     handles.append(register(optimizer))
     assert f"({name})" in str(stepped_by_parameter(optimizer))
@@ -111,7 +104,7 @@ def test_step_hooks_are_seen_and_forgotten_when_they_are_removed(
     assert stepped_by_parameter(optimizer) is None
 
 
-def test_adafactor_takes_one_epsilon_for_a_group() -> None:
+def test_adafactor_takes_one_epsilon_for_a_group():
     mixed = [parameter(), parameter(torch.bfloat16)]
     assert "eps[0]" in str(stepped_by_parameter(optim.Adafactor(mixed)))
     assert stepped_by_parameter(optim.Adafactor(mixed, eps=(1e-8, 1e-3))) is None

@@ -1,43 +1,42 @@
 """Moments of Adam in bf16 and int8."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.packed_moments import BLOCK, Bf16Moment, Int8Moment, dynamic_map, form_of, pack, unpacked
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 
 class Net(LightningModule):
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+    def __init__(self, optimizer=torch.optim.AdamW):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40), nn.GELU()) for _ in range(3)))
         self.head = nn.Linear(40, 3)
-        self.losses: list[float] = []
+        self.losses = []
         self.optimizer = optimizer
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def training_step(self, batch, index):
         loss = nn.functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1])
         self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return self.optimizer(self.parameters(), lr=3e-3)
 
 
 def fit(
-    form: str, tmp: Path | None = None, *, epochs: int = 3, resume: Path | None = None, precision: str = "32-true",
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, callbacks: list[Callback] | None = None,
-    module: Net | None = None,
-) -> tuple[Net, Trainer]:  # fmt: skip
+    form, tmp=None, *, epochs=3, resume=None, precision="32-true",
+    optimizer=torch.optim.AdamW, callbacks=None,
+    module=None,
+):  # fmt: skip
     torch.manual_seed(1)
     x = torch.randn(96, 40)
     data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()), batch_size=12)
@@ -46,24 +45,24 @@ def fit(
         strategy=RoundPipeStrategy(optimizer_state=form), accelerator="cpu", devices=2, max_epochs=epochs,
         precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=callbacks,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     trainer.fit(module, data, ckpt_path=resume)
     if tmp is not None:
         trainer.save_checkpoint(tmp / "last.ckpt")
     return module, trainer
 
 
-def values(module: nn.Module) -> Tensor:
+def values(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-def states(trainer: Trainer) -> list[dict[str, Any]]:
+def states(trainer):
     return [trainer.optimizers[0].state[p] for group in trainer.optimizers[0].param_groups for p in group["params"]]
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_training_goes_on_as_with_fp32(form: str, precision: str) -> None:
+def test_training_goes_on_as_with_fp32(form, precision):
     exact, _ = fit("fp32", precision=precision)
     module, trainer = fit(form, precision=precision)
     held = sum(t.nbytes for state in states(trainer) for key, t in state.items() if key != "step")
@@ -76,7 +75,7 @@ def test_training_goes_on_as_with_fp32(form: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_a_resumed_run_is_equal_to_the_bit(form: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_equal_to_the_bit(form, tmp_path):
     whole, _ = fit(form, epochs=2)
     fit(form, tmp_path, epochs=1)
     resumed, trainer = fit(form, epochs=2, resume=tmp_path / "last.ckpt")
@@ -84,24 +83,46 @@ def test_a_resumed_run_is_equal_to_the_bit(form: str, tmp_path: Path) -> None:
     assert {form_of(state) for state in states(trainer)} == {form}
 
 
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+def test_a_first_step_needs_no_fp32_copies_and_leaves_what_torchs_own_leaves(form: str) -> None:
+    torch.manual_seed(0)
+    numbers, gradient = torch.randn(70, 1001), torch.randn(70, 1001)
+    plain = nn.Parameter(numbers.clone())
+    plain.grad = gradient.clone()
+    torchs = torch.optim.AdamW([plain], amsgrad=True, fused=True)
+    torchs.step()
+    pack(torchs.state[plain], form)
+    master = nn.Parameter(numbers.clone())
+    ours = torch.optim.AdamW([master], amsgrad=True)
+    partial, values = PartialOptimizer(ours, [master], form=form), Hyperparameters.of(ours)
+    with partial.prepared(values):
+        assert not ours.state, "a master without a gradient gets no state"
+        assert partial.steps_parts(values, {id(master)})
+        partial.step(values, {id(master): gradient})
+    assert torch.equal(master, plain)
+    mine, theirs = ours.state[master], torchs.state[plain]
+    assert mine.keys() == theirs.keys()
+    assert all(mine[key].dtype is theirs[key].dtype and torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
 class Mapped(Callback):
     """Counts the moments that lie in the checkpoint's file, before and after each window."""
 
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
-        self.before: list[int] = []
-        self.after: list[int] = []
+    def __init__(self):
+        self.before = []
+        self.after = []
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         self.before.append(self.count(trainer))
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         trainer.strategy._engine.settle()
         self.after.append(self.count(trainer))
 
     @staticmethod
-    def count(trainer: Trainer) -> int:
+    def count(trainer):
         lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "last.ckpt" in line]
         spans = [[int(end, 16) for end in addresses.split("-")] for addresses, *_ in lines]
         moments = [t for state in states(trainer) if state for key, t in state.items() if key != "step"]
@@ -109,7 +130,7 @@ class Mapped(Callback):
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
-def test_moments_stay_in_the_file_until_their_first_update(form: str, tmp_path: Path) -> None:
+def test_moments_stay_in_the_file_until_their_first_update(form, tmp_path):
     fit(form, tmp_path, epochs=1)
     mapped = Mapped()
     fit(form, epochs=2, resume=tmp_path / "last.ckpt", callbacks=[mapped])
@@ -119,7 +140,7 @@ def test_moments_stay_in_the_file_until_their_first_update(form: str, tmp_path: 
 
 @pytest.mark.parametrize("saved", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
-def test_any_form_resumes_any_other(saved: str, form: str, tmp_path: Path) -> None:
+def test_any_form_resumes_any_other(saved, form, tmp_path):
     fit(saved, tmp_path, epochs=1)
     module, trainer = fit(form, epochs=2, resume=tmp_path / "last.ckpt")
     assert {form_of(state) for state in states(trainer)} == {form}
@@ -132,33 +153,33 @@ class Counted(torch.optim.AdamW):
 
     independent_parameters = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.state["count"] = 8  # type: ignore[index]
+        self.state["count"] = 8
 
 
-def test_other_entries_of_a_state_are_left(tmp_path: Path) -> None:
+def test_other_entries_of_a_state_are_left(tmp_path):
     fit("fp32", tmp_path, epochs=1, optimizer=Counted)
     _, trainer = fit("fp32", epochs=2, resume=tmp_path / "last.ckpt", optimizer=Counted)
     assert trainer.optimizers[0].state["count"] == 8
 
 
 class Bf16Net(Net):
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+    def __init__(self, optimizer=torch.optim.AdamW):
         super().__init__(optimizer)
         self.to(torch.bfloat16)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def training_step(self, batch, index):
         return super().training_step([batch[0].bfloat16(), batch[1]], index)
 
 
-def test_bf16_parameters_have_bf16_moments_of_their_own(tmp_path: Path) -> None:
+def test_bf16_parameters_have_bf16_moments_of_their_own(tmp_path):
     fit("fp32", tmp_path, epochs=1, module=Bf16Net())
     _, trainer = fit("fp32", epochs=2, resume=tmp_path / "last.ckpt", module=Bf16Net())
     assert {state["exp_avg"].dtype for state in states(trainer)} == {torch.bfloat16}
 
 
-def test_plain_lightning_takes_a_checkpoint_in_bf16(tmp_path: Path) -> None:
+def test_plain_lightning_takes_a_checkpoint_in_bf16(tmp_path):
     fit("bf16", tmp_path, epochs=1)
     module = Net()
     trainer = Trainer(
@@ -171,20 +192,17 @@ def test_plain_lightning_takes_a_checkpoint_in_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adamax])
-def test_an_optimizer_without_such_moments_is_refused(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_an_optimizer_without_such_moments_is_refused(optimizer):
     with pytest.raises(Exception, match=r"optimizer_state='bf16' .* Set optimizer_state='fp32'"):
         fit("bf16", optimizer=optimizer)
 
 
-def test_an_unknown_form_is_refused() -> None:
+def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match=r"optimizer_state='fp8' is no form"):
-        RoundPipeStrategy(optimizer_state="fp8")  # type: ignore[arg-type]
+        RoundPipeStrategy(optimizer_state="fp8")
 
 
-# -- one moment --------------------------------------------------------------------------------------------------------
-
-
-def test_bf16_rounds_without_bias_and_falls() -> None:
+def test_bf16_rounds_without_bias_and_falls():
     packed = torch.full((2**16,), 1.0, dtype=torch.bfloat16)
     moment = Bf16Moment(packed, 1)
     for step in range(1, 501):
@@ -195,7 +213,7 @@ def test_bf16_rounds_without_bias_and_falls() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("length", [1, 255, 256, 1000])
-def test_int8_keeps_the_nearest_code(signed: bool, length: int) -> None:
+def test_int8_keeps_the_nearest_code(signed, length):
     torch.manual_seed(0)
     numbers = torch.randn(length) if signed else torch.randn(length) ** 2
     moment = Int8Moment(torch.empty(length, dtype=torch.uint8), torch.empty(-(-length // BLOCK)), signed)
@@ -209,7 +227,7 @@ def test_int8_keeps_the_nearest_code(signed: bool, length: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_packing_again_changes_nothing(form: str) -> None:
+def test_packing_again_changes_nothing(form):
     torch.manual_seed(0)
     state = {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 90), "exp_avg_sq": torch.rand(7, 90)}
     pack(state, form)
@@ -218,7 +236,7 @@ def test_packing_again_changes_nothing(form: str) -> None:
     assert all(torch.equal(again[key], state[key]) for key in state)
 
 
-def test_the_dynamic_map_is_that_of_bitsandbytes() -> None:
+def test_the_dynamic_map_is_that_of_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     for signed in (True, False):
         assert torch.allclose(dynamic_map(signed), functional.create_dynamic_map(signed), atol=1e-7)

@@ -1,16 +1,11 @@
 """Stepping in pieces is ``optimizer.step()``: same numbers, same state, and nothing of the user's is touched."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_roundpipe.config import RoundPipeError
@@ -22,29 +17,27 @@ STEPS = 10
 SHAPES = [(7, 5), (33,), (4, 6), (), (6, 4), (130, 9), (3,)]
 """Matrices and vectors; some longer than a vector register, some with a rest."""
 
-Make = Callable[[list[dict[str, Any]]], Optimizer]
 
-
-def parameters(shapes: list[tuple[int, ...]] | None = None, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+def parameters(shapes=None, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in (SHAPES if shapes is None else shapes)]
 
 
-def groups_of(masters: list[nn.Parameter]) -> list[dict[str, Any]]:
+def groups_of(masters):
     """Two groups, of which the second has a learning rate of its own, neither in the order of the masters."""
     return [{"params": masters[::-2]}, {"params": masters[-2::-2], "lr": 0.003}]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread():
     """Tensors this small gain nothing from several threads, which spin while they wait for each other."""
     torch.set_num_threads(1)
 
 
-def gradients_of(step: int, masters: list[nn.Parameter], late: bool = True) -> list[Tensor | None]:
+def gradients_of(step, masters, late=True):
     """Different ones each step. The second master has none now and then; with ``late`` the third gets none at first."""
     generator = torch.Generator().manual_seed(100 + step)
-    grads: list[Tensor | None] = [torch.randn(m.shape, generator=generator).to(m.dtype) for m in masters]
+    grads = [torch.randn(m.shape, generator=generator).to(m.dtype) for m in masters]
     if step % 3 == 1:
         grads[1] = None
     if late and step < 4:
@@ -55,35 +48,33 @@ def gradients_of(step: int, masters: list[nn.Parameter], late: bool = True) -> l
 class Pieces:
     """The masters cut into layers, each with a partial optimizer, stepped in a random order."""
 
-    def __init__(
-        self, optimizer: Optimizer, masters: list[nn.Parameter], sizes: tuple[int, ...] = (2, 1, 3, 1)
-    ) -> None:
+    def __init__(self, optimizer, masters, sizes=(2, 1, 3, 1)):
         self.optimizer, self.masters = optimizer, masters
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         layers = [masters[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         self.partials = [PartialOptimizer(optimizer, layer) for layer in layers]
         self.order = random.Random(0)
 
-    def step(self, grads: list[Tensor | None], meanwhile: Callable[[], None] = lambda: None) -> None:
+    def step(self, grads, meanwhile=lambda: None):
         hyperparameters = Hyperparameters.of(self.optimizer)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers want to see that it was called
+        self.optimizer._opt_called = True  # schedulers want to see that it was called
         meanwhile()
         by_id = {id(m): g for m, g in zip(self.masters, grads, strict=True) if g is not None}
         for partial in self.order.sample(self.partials, len(self.partials)):
             partial.step(hyperparameters, by_id)
 
 
-def plain_step(optimizer: Optimizer, masters: list[nn.Parameter], grads: list[Tensor | None]) -> None:
+def plain_step(optimizer, masters, grads):
     for master, grad in zip(masters, grads, strict=True):
         master.grad = None if grad is None else grad.clone()
     optimizer.step()
 
 
-def clones(grads: list[Tensor | None]) -> list[Tensor | None]:
+def clones(grads):
     return [None if grad is None else grad.clone() for grad in grads]
 
 
-def assert_same(ours: Any, plain: Any, close: bool = False) -> None:
+def assert_same(ours, plain, close=False):
     """Equal in keys and values; to the bit unless ``close``."""
     if isinstance(plain, Tensor):
         assert ours.dtype == plain.dtype and ours.shape == plain.shape and ours.device == plain.device
@@ -103,13 +94,7 @@ def assert_same(ours: Any, plain: Any, close: bool = False) -> None:
         assert ours == plain
 
 
-def train(
-    make: Make,
-    reference: Make | None = None,
-    schedule: Any = None,
-    late: bool = True,
-    **given: Any,
-) -> None:
+def train(make, reference=None, schedule=None, late=True, **given):
     """Ten steps of ``make``'s optimizer in pieces, beside the step of ``reference``'s (the same, by default)."""
     masters, plain = parameters(**given), parameters(**given)
     optimizer, other = make(groups_of(masters)), (reference or make)(groups_of(plain))
@@ -136,12 +121,12 @@ def train(
             other.load_state_dict(copy.deepcopy(other.state_dict()))
 
 
-def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+def settings(optimizer):
     """The groups; parameters by their ids, because their values change."""
     return [{**group, "params": [id(p) for p in group["params"]]} for group in optimizer.param_groups]
 
 
-def case(cls: str, **options: Any) -> Any:
+def case(cls, **options):
     settings = ",".join(f"{k}={'tensor' if isinstance(v, Tensor) else v}" for k, v in options.items())
     return pytest.param(cls, options, id=f"{cls}({settings})")
 
@@ -168,19 +153,18 @@ OTHERS = [
 ]
 
 
-def maker(cls: str, options: dict[str, Any]) -> Make:
+def maker(cls, options):
     """Makes optimizers that share nothing with one another, tensors among the options included."""
 
-    def make(groups: list[dict[str, Any]]) -> Optimizer:
+    def make(groups):
         given = {"lr": 0.01, **copy.deepcopy(options)}
         others = [{**group, "lr": 0.3 * given["lr"]} if "lr" in group else group for group in groups]
-        made: Optimizer = getattr(optim, cls)(others, **given)
-        return made
+        return getattr(optim, cls)(others, **given)
 
     return make
 
 
-def fused_for(optimizer: optim.Optimizer) -> bool:
+def fused_for(optimizer):
     """Whether fused kernels are used for some parameter where the user's own ``step()`` uses none."""
     fused = Hyperparameters.of(optimizer).fused
     return any(
@@ -191,7 +175,7 @@ def fused_for(optimizer: optim.Optimizer) -> bool:
 
 @pytest.mark.parametrize("choice", [{}, {"fused": True}, {"foreach": True}], ids=str)
 @pytest.mark.parametrize(("cls", "options"), FUSED)
-def test_kernels_are_fused_unless_the_user_chooses(cls: str, options: dict[str, Any], choice: dict[str, bool]) -> None:
+def test_kernels_are_fused_unless_the_user_chooses(cls, options, choice):
     make, reference = maker(cls, options | choice), maker(cls, options | (choice or {"fused": True}))
     assert fused_for(make(groups_of(parameters()))) is not bool(choice)
     # torch's own fused step with momentum fails when a parameter gets its first gradient later than others.
@@ -199,18 +183,18 @@ def test_kernels_are_fused_unless_the_user_chooses(cls: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(("cls", "options"), OTHERS)
-def test_what_has_no_fused_kernel_is_the_users_step_to_the_bit(cls: str, options: dict[str, Any]) -> None:
+def test_what_has_no_fused_kernel_is_the_users_step_to_the_bit(cls, options):
     assert not fused_for(maker(cls, options)(groups_of(parameters())))
     train(maker(cls, options))
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="came with torch 2.9")
-def test_muon() -> None:
-    matrices: list[tuple[int, ...]] = [(7, 5), (4, 6), (6, 4), (13, 9), (3, 3), (2, 8), (8, 2)]
+def test_muon():
+    matrices = [(7, 5), (4, 6), (6, 4), (13, 9), (3, 3), (2, 8), (8, 2)]
     train(lambda groups: optim.Muon(groups, lr=0.01), shapes=matrices)
 
 
-def test_schedulers_change_what_comes_next_not_what_was_submitted() -> None:
+def test_schedulers_change_what_comes_next_not_what_was_submitted():
     train(maker("AdamW", {"foreach": False}), schedule=lambda o: LambdaLR(o, lambda step: 0.7**step))
     train(maker("AdamW", {}), maker("AdamW", {"fused": True}), lambda o: LambdaLR(o, lambda step: 0.7**step))
     cycle = {"momentum": 0.9, "foreach": False}
@@ -219,37 +203,26 @@ def test_schedulers_change_what_comes_next_not_what_was_submitted() -> None:
     train(maker("Adam", tensor), schedule=lambda o: LambdaLR(o, lambda step: 0.7**step))
 
 
-def hyperparameters(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.param_groups[1].update(lr=0.05, betas=(0.7, 0.8), eps=1e-5, weight_decay=0.3, maximize=True)
+CHANGES = {
+    "hyperparameters": lambda optimizer, masters: optimizer.param_groups[1].update(
+        lr=0.05, betas=(0.7, 0.8), eps=1e-5, weight_decay=0.3, maximize=True
+    ),
+    "moved between groups": lambda optimizer, masters: optimizer.param_groups[1]["params"].append(
+        optimizer.param_groups[0]["params"].pop()
+    ),
+    "state forgotten": lambda optimizer, masters: optimizer.state.pop(masters[0]),
+    "state replaced": lambda optimizer, masters: optimizer.state.update(
+        {masters[3]: {key: value * 2 for key, value in optimizer.state[masters[3]].items()}}
+    ),
+    "tensor replaced": lambda optimizer, masters: optimizer.state[masters[3]].update(
+        exp_avg=optimizer.state[masters[3]]["exp_avg"] * 2
+    ),
+    "masters elsewhere": lambda optimizer, masters: setattr(masters[0], "data", masters[0].data * 2),
+}
 
 
-def moved_between_groups(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
-
-
-def state_forgotten(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    del optimizer.state[masters[0]]
-
-
-def state_replaced(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.state[masters[3]] = {key: value * 2 for key, value in optimizer.state[masters[3]].items()}
-
-
-def tensor_replaced(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    optimizer.state[masters[3]]["exp_avg"] = optimizer.state[masters[3]]["exp_avg"] * 2
-
-
-def masters_elsewhere(optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
-    masters[0].data = masters[0].data * 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [hyperparameters, moved_between_groups, state_forgotten, state_replaced, tensor_replaced, masters_elsewhere],
-)
-def test_what_changes_between_steps_is_seen_to_the_bit(
-    change: Callable[[Optimizer, list[nn.Parameter]], None],
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_is_seen_to_the_bit(change):
     """Adam's kernel is given what it was given before, unless that has changed."""
     masters, plain = parameters(), parameters()
     ours, other = (
@@ -259,8 +232,8 @@ def test_what_changes_between_steps_is_seen_to_the_bit(
     pieces = Pieces(ours, masters)
     for step in range(STEPS):
         if step == STEPS // 2:
-            change(ours, masters)
-            change(other, plain)
+            CHANGES[change](ours, masters)
+            CHANGES[change](other, plain)
         grads = gradients_of(step, masters)
         pieces.step(clones(grads))
         plain_step(other, plain, grads)
@@ -270,12 +243,12 @@ def test_what_changes_between_steps_is_seen_to_the_bit(
 
 
 @pytest.fixture(params=["attribute", "group"])
-def counting(request: Any) -> Iterator[type[Optimizer]]:
+def counting(request):
     class Counting(optim.SGD):
         independent_parameters = True
         calls = 0
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure=None):
             if request.param == "attribute":
                 self.calls += 1
             else:
@@ -284,7 +257,7 @@ def counting(request: Any) -> Iterator[type[Optimizer]]:
     yield Counting
 
 
-def test_what_is_counted_for_all_parameters_is_refused(counting: type[Optimizer]) -> None:
+def test_what_is_counted_for_all_parameters_is_refused(counting):
     masters = parameters()
     optimizer = counting(masters)
     with pytest.raises(RoundPipeError, match=r"Counting declares .* but its step\(\) sets .*calls"):
@@ -294,14 +267,14 @@ def test_what_is_counted_for_all_parameters_is_refused(counting: type[Optimizer]
 
 
 @pytest.mark.parametrize("wrong", ["hyperparameters", "gradient"])
-def test_an_error_leaves_no_gradient_behind_and_keeps_the_state(wrong: str) -> None:
+def test_an_error_leaves_no_gradient_behind_and_keeps_the_state(wrong):
     masters = parameters([(2,), (3,), (4,)])
     optimizer = optim.AdamW(masters)
     partial = PartialOptimizer(optimizer, masters)
     grads = {id(m): torch.ones_like(m) for m in masters}
     partial.step(Hyperparameters.of(optimizer), grads)
     states = [optimizer.state[m] for m in masters]
-    broken: Any = Hyperparameters.of(optimizer)
+    broken = Hyperparameters.of(optimizer)
     if wrong == "hyperparameters":
         del broken.groups[0]["lr"]
     else:

@@ -1,57 +1,51 @@
 """What the planning tests plan for: small traces, and the paper's models; and the scripts that write figures."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import ModelShape
 from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning import CallCost, Costs, Plan
-from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import fits
 
 
 def call(
-    layer: str,
-    forward: float = 1.0,
-    backward: float = 2.0,
+    layer,
+    forward=1.0,
+    backward=2.0,
     *,
-    weights: int = 100,
-    gradients: int = 40,
-    activations: int = 10,
-    needs_backward: bool = True,
-    waiting: int = 0,
-    returning: int = 0,
-    **others: Any,
-) -> CallCost:
+    weights=100,
+    gradients=40,
+    activations=10,
+    needs_backward=True,
+    waiting=0,
+    returning=0,
+    **others,
+):
     return CallCost(
         layer, forward, backward, weights, gradients, 5, activations, needs_backward, waiting_bytes=waiting,
         returning_bytes=returning, **others,
     )  # fmt: skip
 
 
-def even(n: int) -> Costs:
+def even(n):
     return Costs(tuple(call(f"layers.{number}") for number in range(n)))
 
 
-def timed(forward: Sequence[float], backward: Sequence[float]) -> Costs:
+def timed(forward, backward):
     pairs = zip(forward, backward, strict=True)
     return Costs(tuple(call(f"layers.{number}", f, b) for number, (f, b) in enumerate(pairs)))
 
 
-def keeps(limits: Limits, plan: Plan, costs: Costs, workers: int) -> bool:
+def keeps(problem, plan):
     """Whether the plan is within the limits, counted apart from the search that has to keep to them."""
-    whole = plan == Plan.single(len(costs), 1)
-    is_beside = limits.memory is not None and limits.side_by_side and whole
-    most = limits.max_round or plan.round_microbatches
-    is_cut_so = limits.min_round <= plan.round_microbatches <= most and len(plan.fused) <= limits.max_fused + 1
-    return (is_beside or is_cut_so) and fits(plan, costs, workers, limits.memory)
+    whole = plan == Plan.single(len(problem.costs), 1)
+    is_beside = problem.memory is not None and problem.side_by_side and whole
+    most = problem.max_round or plan.round_microbatches
+    is_cut_so = problem.min_round <= plan.round_microbatches <= most and len(plan.fused) <= problem.max_fused + 1
+    return (is_beside or is_cut_so) and problem.fits(plan)
 
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +58,7 @@ MODELS = {  # the paper's, with adapters
 }
 
 
-def script(path: str) -> Any:
+def script(path):
     """A script of the repository, as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None and spec.loader is not None
@@ -75,10 +69,10 @@ def script(path: str) -> Any:
 
 
 @cache
-def shape(model: str) -> ModelShape:
+def shape(model):
     return ModelShape(Wish(model, lora=MODELS[model], precision="16-mixed"), read_machine("rtx4090x8"))
 
 
 @cache
-def estimated_costs(model: str) -> Costs:
+def estimated_costs(model):
     return shape(model).costs(4, 2048)

@@ -1,9 +1,6 @@
 """Plans that carry products: their times and memory by hand, and that the search takes them only where they pay."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,24 +9,24 @@ from planning.making import call
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.carried import carrying_within, kinds, spread
-from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import carried_bytes, device_bytes, fits
 from lightning_roundpipe.planning.meter import Meter
 from lightning_roundpipe.planning.nominal import GPU
 from lightning_roundpipe.planning.pipeline import Rules, run_steps, step_ends
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import baseline_within, search_partition
 
 TEN = Rules(links=Links(10.0, 10.0))
 
 
-def carried(n: int, nbytes: int, **others: int) -> Costs:
+def carried(n, nbytes, **others):
     """Calls of 1 s and 2 s, of which products take 0.75 s, whose weights and inputs take no time to travel."""
     made = call("", weights=0, gradients=0, products=((8, nbytes, 0.75),), **others)
     return Costs(tuple(replace(made, layer=f"layers.{number}", boundary_bytes=0) for number in range(n)))
 
 
-def test_products_leave_behind_the_forward_and_come_before_the_recomputation() -> None:
+def test_products_leave_behind_the_forward_and_come_before_the_recomputation():
     plan = Plan.parse("forward 0-1; fused 2; backward 0-1; round 1; carry 0-1")
     run = run_steps(plan, carried(3, 20), 1, 1, TEN)
     assert [(event.kind, event.start_s, event.end_s) for event in run.events] == [
@@ -44,14 +41,14 @@ def test_products_leave_behind_the_forward_and_come_before_the_recomputation() -
     ]
 
 
-def test_products_of_two_calls_at_most_are_on_their_way_to_the_host() -> None:
+def test_products_of_two_calls_at_most_are_on_their_way_to_the_host():
     """Products take 3 s. The third call waits until 4 for those of the first, the fourth until 7."""
     plan = Plan.parse("forward 0-3; fused 4; backward 0-3; round 1; carry 0-3")
     [forward] = [e for e in run_steps(plan, carried(5, 30), 1, 1, TEN).events if e.kind == "forward"]
     assert forward.end_s == 8
 
 
-def test_what_a_stage_gives_out_goes_before_products() -> None:
+def test_what_a_stage_gives_out_goes_before_products():
     """It takes the second behind the forward, in which products of 3 s wait."""
     costs = Costs(tuple(replace(one, boundary_bytes=10) for one in carried(2, 30)))
     plan = Plan.parse("forward 0; fused 1; backward 0; round 1; carry 0")
@@ -59,7 +56,7 @@ def test_what_a_stage_gives_out_goes_before_products() -> None:
     assert [(event.start_s, event.end_s) for event in down] == [(2, 3), (2, 6)]
 
 
-def test_products_with_few_flops_are_computed_again() -> None:
+def test_products_with_few_flops_are_computed_again():
     made = ((8, 20, 0.25), (100, 10, 0.5))
     costs = Costs(tuple(replace(one, products=made) for one in carried(3, 0)))
     assert kinds(costs) == [0, 28]
@@ -70,7 +67,7 @@ def test_products_with_few_flops_are_computed_again() -> None:
     assert replace(plan, carry_least=0) == Plan.parse(str(plan).removesuffix(" from 28"))
 
 
-def test_a_call_that_is_not_carried_is_computed_again() -> None:
+def test_a_call_that_is_not_carried_is_computed_again():
     costs = carried(3, 20)
     whole, first, none = (
         run_steps(Plan.parse(f"forward 0-1; fused 2; backward 0-1; round 1{text}"), costs, 1, 1).makespan_s
@@ -79,12 +76,12 @@ def test_a_call_that_is_not_carried_is_computed_again() -> None:
     assert (whole, first, none) == (9.5, 10.25, 11)
 
 
-def test_unequal_workers_leave_out_products_at_their_own_speed() -> None:
+def test_unequal_workers_leave_out_products_at_their_own_speed():
     slow = carried(2, 0).at_speeds([1.0, 0.5]).on(1).carrying([0])
     assert (slow.calls[0].forward_s, slow.calls[1].forward_s) == (0.5, 2.0)
 
 
-def test_memory_by_hand() -> None:
+def test_memory_by_hand():
     """Two workers: one still has the last stage of a round when the other has begun the next round."""
     costs = carried(3, 1, waiting=0)
     costs = Costs((replace(costs.calls[0], products=((8, 10, 0.75),)), *costs.calls[1:]))
@@ -97,7 +94,7 @@ def test_memory_by_hand() -> None:
     assert not fits(plan, costs, 2, device_bytes(plan, costs, 2) - 1)
 
 
-def test_carried_calls_are_spread() -> None:
+def test_carried_calls_are_spread():
     costs = carried(9, 20)
     costs = Costs((replace(costs.calls[0], products=()), *costs.calls[1:]))
     plan = Plan.parse("forward 0-6; fused 7-8; backward 0-6; round 2; recompute ahead")
@@ -107,8 +104,8 @@ def test_carried_calls_are_spread() -> None:
     assert spread(plan, costs, 0.0) == plan
 
 
-def _judge(costs: Costs, rate: float, host: float, microbatches: int) -> Callable[[Plan], float]:
-    def seconds(plan: Plan) -> float:
+def _judge(costs, rate, host, microbatches):
+    def seconds(plan):
         if carried_bytes(plan, costs, 2) > host:
             return math.inf
         return step_ends(plan, costs, 2, microbatches, Rules(links=Links(rate, rate)), 4)[-1]
@@ -121,27 +118,27 @@ def _judge(costs: Costs, rate: float, host: float, microbatches: int) -> Callabl
     ("rate", "host", "carries"),
     [(100.0, math.inf, True), (100.0, 500, True), (100.0, 20, False), (1.0, math.inf, False)],
 )
-def test_a_plan_carries_only_where_it_is_faster(rate: float, host: float, carries: bool, search_seconds: float) -> None:
+def test_a_plan_carries_only_where_it_is_faster(rate, host, carries, search_seconds):
     costs, microbatches = carried(12, 20), 8
-    limits, judge = Limits(2, 2), _judge(costs, rate, host, microbatches)
-    best = search_partition(costs, 2, microbatches, limits, search_seconds=search_seconds, judge=judge)
-    found = carrying_within(best, costs, 2, microbatches, limits, judge, search_seconds=search_seconds)
+    problem, judge = Problem(costs, 2, microbatches, 2, 2), _judge(costs, rate, host, microbatches)
+    best = search_partition(problem, search_seconds, judge)
+    found = carrying_within(best, problem, judge, search_seconds=search_seconds)
     assert bool(found.carry) is carries
     found.validate(costs.layers)
     assert judge(found) < judge(best) if carries else found == best
     assert carried_bytes(found, costs, 2) <= host
 
 
-def test_stages_stay_as_they_are_if_asked() -> None:
+def test_stages_stay_as_they_are_if_asked():
     costs = carried(12, 20)
-    limits, judge = Limits.usual(costs, 2, 8), _judge(costs, 100.0, math.inf, 8)
-    plan = baseline_within(costs, 2, 8, limits)
-    found = carrying_within(plan, costs, 2, 8, limits, judge, cuts=False)
+    problem, judge = Problem.usual(costs, 2, 8), _judge(costs, 100.0, math.inf, 8)
+    plan = baseline_within(problem)
+    found = carrying_within(plan, problem, judge, cuts=False)
     assert found.carry
     assert replace(found, carry=()) == replace(plan, recompute_ahead=False)
 
 
-def test_products_are_counted_from_shapes() -> None:
+def test_products_are_counted_from_shapes():
     """Those that torch's FLOP counter counts: of 4 x 32 and of 4 x 8 in fp32, and no element-wise operation."""
     x, first, second = (torch.empty(size, device="meta") for size in ((4, 16), (16, 32), (32, 8)))
     with Meter(GPU) as meter:

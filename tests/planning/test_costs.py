@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from planning.making import call, even
 
-from lightning_roundpipe.planning import Costs, Phase
+from lightning_roundpipe.planning import Costs
 
 
 @pytest.mark.parametrize(
@@ -18,9 +15,7 @@ from lightning_roundpipe.planning import Costs, Phase
         ("backward", 9.0, 600, 90, 600 + 90 + 30),
     ],
 )
-def test_stage_counts_what_its_phase_needs(
-    phase: Phase, seconds: float, weights: int, gradients: int, total: int
-) -> None:
+def test_stage_counts_what_its_phase_needs(phase, seconds, weights, gradients, total):
     costs = Costs(
         (
             call("a", weights=100, gradients=20, activations=10),
@@ -33,7 +28,7 @@ def test_stage_counts_what_its_phase_needs(
     assert (need.weights, need.gradients, need.total) == (weights, gradients, total)
 
 
-def test_layer_called_twice_is_resident_once_and_summed_twice() -> None:
+def test_layer_called_twice_is_resident_once_and_summed_twice():
     costs = Costs((call("shared"), call("own"), call("shared")))
     assert costs.stage_bytes(0, 2, "forward").weights == 200
     assert costs.stage_bytes(0, 2, "backward").gradients == 120
@@ -41,7 +36,7 @@ def test_layer_called_twice_is_resident_once_and_summed_twice() -> None:
     assert costs.layers == ("shared", "own", "shared")
 
 
-def test_what_graphs_keep_and_what_comes_beside_it() -> None:
+def test_what_graphs_keep_and_what_comes_beside_it():
     """The first call's backward takes most, but the graphs of those behind it are gone by then."""
     costs = Costs((call("a", activations=20, kept_bytes=10), call("b", activations=30, kept_bytes=20)))
     assert costs.stage_bytes(0, 1, "fused").activations == 10 + 30
@@ -52,14 +47,14 @@ def test_what_graphs_keep_and_what_comes_beside_it() -> None:
     assert lean.stage_bytes(0, 1, "forward").activations == 8
 
 
-def test_costs_survive_json() -> None:
+def test_costs_survive_json():
     costs = Costs((call("a", 0.1, shared=((1, 2), (3, 4))), call("b", 1 / 3, needs_backward=False, kept_bytes=3)))
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
     assert len(costs) == len(list(costs)) == 2
 
 
-def _changed(**change: Any) -> dict[str, Any]:
-    data: dict[str, Any] = even(2).to_dict()
+def _changed(**change):
+    data = even(2).to_dict()
     data["calls"][1].update(change)
     return data
 
@@ -73,15 +68,12 @@ def _changed(**change: Any) -> dict[str, Any]:
         (_changed(backward_s=-1), "backward_s=-1 of layer 'layers.1' must be a number of at least 0"),
     ],
 )
-def test_bad_costs_are_refused_by_name(data: dict[str, Any], message: str) -> None:
+def test_bad_costs_are_refused_by_name(data, message):
     with pytest.raises(ValueError, match=message):
         Costs.from_dict(data)
 
 
-# -- unequal workers -------------------------------------------------------------------------------------------------
-
-
-def test_unequal_workers_have_their_own_times_and_a_mean() -> None:
+def test_unequal_workers_have_their_own_times_and_a_mean():
     costs = even(2).at_speeds([2, 0.5])
     assert [call.forward_s for call in costs.on(0)] == [0.5, 0.5]
     assert [call.backward_s for call in costs.on(1)] == [4, 4]

@@ -1,7 +1,5 @@
 """Data parallelism on the same machine: what it takes, in memory and in seconds."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
@@ -32,7 +30,7 @@ SUMS_S = 4 * TRAINED / 80
 """Over the slower direction; of two GPUs, each sends half of the gradients twice."""
 
 
-def costs(size: int, activations: int = 10) -> Costs:
+def costs(size, activations=10):
     """Two calls of 1 and 3 seconds a sequence."""
     calls = (
         CallCost("a", 1.0 * size, 0.0, 0, 0, 0, activations * size, needs_backward=True),
@@ -41,14 +39,14 @@ def costs(size: int, activations: int = 10) -> Costs:
     return Costs(calls)
 
 
-def test_a_step_is_passes_then_what_is_left_of_the_sums_then_the_update() -> None:
+def test_a_step_is_passes_then_what_is_left_of_the_sums_then_the_update():
     seconds = data_parallel_s(costs, (1,), PARAMETERS, MACHINE, 2, 6, 10_000)
     assert SUMS_S > 2.0
     assert seconds == pytest.approx(3 * 4.0 + (SUMS_S - 2.0) + UPDATE_S)
 
 
-def test_the_best_size_that_fits_counts() -> None:
-    def slower_when_small(size: int) -> Costs:
+def test_the_best_size_that_fits_counts():
+    def slower_when_small(size):
         return costs(size) if size > 1 else costs(3)
 
     state = STATE_BYTES * TRAINED
@@ -59,7 +57,7 @@ def test_the_best_size_that_fits_counts() -> None:
     assert data_parallel_s(costs, (2, 1), PARAMETERS, MACHINE, 1, 6, state + 39) == pytest.approx(6 * 4.0 + UPDATE_S)
 
 
-def test_frozen_weights_take_their_compute_format_and_packed_ones_their_bytes() -> None:
+def test_frozen_weights_take_their_compute_format_and_packed_ones_their_bytes():
     parameters = Parameters(TRAINED, 50, 2, packed=40, packed_bytes=25)
     state = STATE_BYTES * TRAINED + 2 * 10 + 25
     assert data_parallel_s(costs, (1,), parameters, MACHINE, 1, 1, state + 20) is not None

@@ -1,9 +1,6 @@
 """Costs that are estimated from shapes: floating point operations, bytes and memory, against counting by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,22 +10,21 @@ from torch import nn
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.meter import Meter
-from lightning_roundpipe.planning.profile import Hardware
 
-SLOW_MEMORY: Hardware = replace(read_machine("rtx4090x8"), memory_bandwidth=1.0, memory_efficiency=1.0, kernel_s=0.0)
+SLOW_MEMORY = replace(read_machine("rtx4090x8"), memory_bandwidth=1.0, memory_efficiency=1.0, kernel_s=0.0)
 """A second a byte."""
-SLOW_ARITHMETIC: Hardware = replace(
+SLOW_ARITHMETIC = replace(
     read_machine("rtx4090x8"), flops={"fp32": 1.0, "bf16": 1.0, "fp16": 0.5, "fp8": 2.0}, matmul_efficiency=1.0,
     attention_efficiency=None, kernel_s=0.0,
 )  # fmt: skip
 """A second an operation, two in fp16, half of one in fp8."""
 
 
-def meta(*sizes: int, **options: Any) -> torch.Tensor:
+def meta(*sizes, **options):
     return torch.empty(*sizes, device="meta", **options)
 
 
-def test_products_are_held_up_by_arithmetic_and_the_rest_by_memory() -> None:
+def test_products_are_held_up_by_arithmetic_and_the_rest_by_memory():
     with Meter(SLOW_ARITHMETIC) as meter:
         with meter.scope() as work:
             meta(3, 5) @ meta(5, 7)
@@ -49,7 +45,7 @@ def test_products_are_held_up_by_arithmetic_and_the_rest_by_memory() -> None:
         assert work.seconds == pytest.approx(8 * 6 + 2 * 4 * 6 * 4)
 
 
-def test_experts_cost_what_their_rows_meet_and_all_their_bytes() -> None:
+def test_experts_cost_what_their_rows_meet_and_all_their_bytes():
     dtype = torch.bfloat16
     rows, experts = meta(10, 4, dtype=dtype), meta(3, 4, 6, dtype=dtype)
     ends = meta(3, dtype=torch.int32)
@@ -62,7 +58,7 @@ def test_experts_cost_what_their_rows_meet_and_all_their_bytes() -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen):
         super().__init__()
         self.config = None
         self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
@@ -70,23 +66,23 @@ class Model(nn.Module):
         if frozen:
             self.blocks.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, use_cache: bool) -> Any:
+    def forward(self, x, use_cache):
         for block in self.blocks:
             x = block(x)
         return type("Output", (), {"loss": self.head(x).float().log_softmax(-1).mean()})
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self):
         return self.head
 
 
-def test_linear_layers_in_fp8_cost_fewer_operations_and_casts() -> None:
+def test_linear_layers_in_fp8_cost_fewer_operations_and_casts():
     """All three products of a linear layer, each with casts of both factors; not the output layer's."""
     with torch.device("meta"):
         model = Model(frozen=False).bfloat16()
     layers = {**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "head": model.head}
     batch = {"x": meta(64, 16, dtype=torch.bfloat16)}
 
-    def costs(hardware: Hardware, fp8: bool) -> Any:
+    def costs(hardware, fp8):
         return estimate_costs(model, layers, batch, hardware, fp8=fp8)
 
     for (found, before), share in zip(
@@ -103,7 +99,7 @@ def test_linear_layers_in_fp8_cost_fewer_operations_and_casts() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_calls_of_a_model(frozen: bool) -> None:
+def test_calls_of_a_model(frozen):
     with torch.device("meta"):
         model = Model(frozen)
     layers = {**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "head": model.head}
@@ -128,7 +124,7 @@ def test_calls_of_a_model(frozen: bool) -> None:
     assert "forward" not in vars(model.head)
 
 
-def test_the_papers_models_have_their_sizes() -> None:
+def test_the_papers_models_have_their_sizes():
     """As their publishers say, in billions; a layer's bytes by hand."""
     found = {name: shape(name).parameters for name in ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b")}
     sizes = {name: round((found[name].trained + found[name].frozen) / 1e9, 1) for name in found}

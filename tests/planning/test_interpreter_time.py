@@ -1,16 +1,14 @@
 """One interpreter for all workers: seconds of it are taken once, and turns wait for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.host_time import SharedSeconds
+from lightning_roundpipe.planning.links import SharedSeconds
 from lightning_roundpipe.planning.pipeline import run_steps
 
 
-def test_what_is_taken_is_not_taken_again() -> None:
+def test_what_is_taken_is_not_taken_again():
     interpreter = SharedSeconds()
     assert interpreter.take(2, 3) == 5
     assert interpreter.take(0, 1) == 1
@@ -20,7 +18,7 @@ def test_what_is_taken_is_not_taken_again() -> None:
     assert interpreter.take(4, 1) == 8
 
 
-def costs(issue_s: float, *, is_synchronous: bool, calls: int = 2) -> Costs:
+def costs(issue_s, *, is_synchronous, calls=2):
     call = CallCost("", 1.0, 2.0, 0, 0, 0, 0, True, issue_s=issue_s, is_synchronous=is_synchronous)
     return Costs(tuple(replace(call, layer=str(number)) for number in range(calls)))
 
@@ -28,17 +26,17 @@ def costs(issue_s: float, *, is_synchronous: bool, calls: int = 2) -> Costs:
 ONE, TWO = Plan.parse("forward none; fused 0-1; backward none; round 4"), Plan.per_call(2, 4)
 
 
-def test_the_interpreter_is_ahead_of_the_workers_until_it_is_slower() -> None:
+def test_the_interpreter_is_ahead_of_the_workers_until_it_is_slower():
     """A microbatch takes 6 seconds of one worker, in one turn."""
     assert run_steps(ONE, costs(0.5, is_synchronous=False), 1, 4).makespan_s == 4 * 6
     assert run_steps(ONE, costs(4.0, is_synchronous=False), 1, 4).makespan_s == 4 * 8, "two calls, 4 seconds each"
 
 
-def test_where_the_host_waits_for_the_device_nothing_is_ahead() -> None:
+def test_where_the_host_waits_for_the_device_nothing_is_ahead():
     assert run_steps(ONE, costs(0.5, is_synchronous=True), 1, 4).makespan_s == 4 * (6 + 2 * 0.5)
 
 
-def test_workers_share_the_interpreter() -> None:
+def test_workers_share_the_interpreter():
     """However many there are, a step takes no less than all that is issued: a forward and a recomputation."""
     shared = costs(1.5, is_synchronous=True)
     issued = 4 * (1.5 + 1.5 + 1.5)  # layer 0 forward, the fused layer 1, layer 0 again

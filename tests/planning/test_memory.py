@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -9,22 +7,16 @@ from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan
-from lightning_roundpipe.planning.memory import (
-    Parameters,
-    boundary_bytes,
-    device_bytes,
-    fits,
-    host_items,
-    keeping_least,
-)
+from lightning_roundpipe.planning.memory import Parameters, boundary_bytes, device_bytes, fits, host_items
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
+from lightning_roundpipe.planning.problem import Problem
 
 
-def test_counted_by_hand() -> None:
+def test_counted_by_hand():
     """Calls of 100 weights, 40 gradients and 10 activations: the largest stage, and its neighbours on the worker."""
     costs = even(4)
 
-    def both(text: str, costs: Costs = costs, workers: int = 1) -> tuple[int, int]:
+    def both(text, costs=costs, workers=1):
         plan = Plan.parse(text)
         return device_bytes(plan, costs, workers), device_bytes(plan, costs, workers, most=True)
 
@@ -38,30 +30,30 @@ def test_counted_by_hand() -> None:
     assert both(str(Plan.single(4)), frozen) == (480 + 20, 2 * 480 + 20)
 
 
-def test_a_budget_that_nothing_fits_into() -> None:
+def test_a_budget_that_nothing_fits_into():
     costs = Costs((*even(2), call("table", weights=900)))
     with pytest.raises(TooSmall, match=r"may use 900 bytes, .* needs 950.*'table'") as raised:
-        partition_within(costs, 2, 2, None, 900)
+        partition_within(Problem.usual(costs, 2, 2, 900))
     assert (raised.value.enough, raised.value.round_microbatches, raised.value.parts) == (950, None, None)
-    assert device_bytes(partition_within(costs, 2, 2, None, 950), costs, 2) == 950
+    assert device_bytes(partition_within(Problem.usual(costs, 2, 2, 950)), costs, 2) == 950
 
 
-def test_rounds_are_as_large_as_fits() -> None:
+def test_rounds_are_as_large_as_fits():
     """Of 8 microbatches: all, or else equal parts of them, but 3 (as many as workers), or what is asked for."""
     costs = Costs(tuple(call(f"layer{i}", waiting=10, returning=10) for i in range(4)))
     for size in (8, 4, 3):
         exact = device_bytes(Plan.per_call(4, size), costs, 3, most=True)
         for room in (0, 9):  # the next larger part takes more
-            plan = partition_within(costs, 3, 8, None, exact + room)
+            plan = partition_within(Problem.usual(costs, 3, 8, exact + room))
             assert plan.round_microbatches == size
             assert device_bytes(plan, costs, 3) <= exact + room
     exact = device_bytes(Plan.per_call(4, 3), costs, 3)
     with pytest.raises(ValueError, match="2 waiting microbatches with up to 20"):
-        partition_within(costs, 3, 8, None, exact - 1)
+        partition_within(Problem.usual(costs, 3, 8, exact - 1))
     with pytest.raises(ValueError, match="3 waiting microbatches"):
-        partition_within(costs, 3, 8, None, exact, min_round=4)
+        partition_within(replace(Problem.usual(costs, 3, 8, exact), min_round=4))
     with pytest.raises(ValueError, match="7 waiting microbatches"):
-        partition_within(costs, 3, 8, 8, exact)
+        partition_within(Problem.usual(costs, 3, 8, exact), 8)
 
 
 CALLS = st.builds(
@@ -87,19 +79,20 @@ CALLS = st.builds(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(calls=st.lists(CALLS, min_size=1, max_size=7), budget=st.integers(0, 1500), workers=st.integers(1, 4))
-def test_whatever_the_model_the_plan_fits_or_nothing_does(calls: list[CallCost], budget: int, workers: int) -> None:
+def test_whatever_the_model_the_plan_fits_or_nothing_does(calls, budget, workers):
     costs = Costs(tuple(calls))
+    problem = Problem.usual(costs, workers, 3, max(1, budget))
     least = device_bytes(Plan.per_call(len(calls), min(workers, 3)), costs, workers)
     if least > budget:
         with pytest.raises(ValueError, match="memory_budget"):
-            partition_within(costs, workers, 3, None, budget)
+            partition_within(problem)
         return
-    plan = partition_within(costs, workers, 3, None, budget)
+    plan = partition_within(problem)
     plan.validate(costs.layers)
     assert device_bytes(plan, costs, workers) <= budget
 
 
-def test_the_host_holds_each_number_once() -> None:
+def test_the_host_holds_each_number_once():
     plan = Plan.parse("forward 0-1; fused 2-3; backward 1 0; round 3")
     frozen = Costs((call("a", needs_backward=False), *even(3)))
     mixed = {item.name: item for item in host_items(plan, frozen, Parameters(1000, 10, 2))}
@@ -118,7 +111,7 @@ def test_the_host_holds_each_number_once() -> None:
 @pytest.mark.parametrize(
     ("form", "weight", "moments"), [("fp32", 4, 8.0), ("bf16", 4, 4.0), ("int8", 4, 2 * (1 + 4 / 256))]
 )
-def test_forms_of_moments_and_gradients_in_flight(form: str, weight: int, moments: float) -> None:
+def test_forms_of_moments_and_gradients_in_flight(form, weight, moments):
     layers, each = 40, 10_000
     trained = layers * each
     costs = Costs(tuple(call(str(i), gradients=4 * each) for i in range(layers)))
@@ -146,9 +139,7 @@ def test_forms_of_moments_and_gradients_in_flight(form: str, weight: int, moment
         (True, 8, 40 * 4 + 3 * 2),
     ],
 )
-def test_narrow_gradients_stay_as_they_have_come_if_nothing_is_added(
-    by_layer: bool, microbatches: int, gradients: int
-) -> None:
+def test_narrow_gradients_stay_as_they_have_come_if_nothing_is_added(by_layer, microbatches, gradients):
     layers, each = 40, 10_000
     costs = Costs(tuple(call(str(i), gradients=4 * each, reduced_bytes=2 * each) for i in range(layers)))
     known = Parameters(layers * each, 0, 2, shares=True, by_layer=by_layer)
@@ -156,7 +147,7 @@ def test_narrow_gradients_stay_as_they_have_come_if_nothing_is_added(
     assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
 
 
-def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_them() -> None:
+def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_them():
     layers, each = 40, 10_000
     costs = Costs(tuple(call(str(i), gradients=4 * each, reduced_bytes=2 * each) for i in range(layers)))
     known = Parameters(layers * each, 0, 2, optimizer_state="int8", shares=True, by_layer=True)
@@ -165,14 +156,14 @@ def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_th
         assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
 
 
-def test_stages_that_make_inputs_again_keep_less_on_the_host() -> None:
+def test_stages_that_make_inputs_again_keep_less_on_the_host():
     call = CallCost("0", 1.0, 2.0, 100, 50, 10, 1000, needs_backward=True, input_bytes=10)
     calls = (replace(call, layer=str(i), recomputable=((1, 0, 10),) if i else ()) for i in range(7))
     costs, plan = Costs(tuple(calls)), Plan.per_call(7, 2)
     assert boundary_bytes(plan, costs) == boundary_bytes(replace(plan, recompute_ahead=True), costs) == 2 * 6 * 10
     budget = 3 * 150 + 100 + 3 * 1000
-    found = keeping_least(plan, costs, 2, budget)
+    found = Problem.usual(costs, 2, 2, budget).keeping_least(plan)
     assert [len(span) for span in found.backward] == [3, 3]
     assert fits(found, costs, 2, budget)
     assert boundary_bytes(found, costs) == 2 * 2 * 10
-    assert keeping_least(plan, costs, 2, None) == plan
+    assert Problem.usual(costs, 2, 2).keeping_least(plan) == plan

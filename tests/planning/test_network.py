@@ -1,11 +1,8 @@
 """Several machines in the planner: what they exchange, when it is there, and what each host holds."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -19,15 +16,15 @@ from lightning_roundpipe.planning.updates import UpdateModel
 MB = 10**6
 
 
-def call(layer: str, gradients: int, needs_backward: bool = True) -> CallCost:
-    return CallCost(layer, 1.0, 2.0, gradients // 2, gradients, 0, 0, needs_backward)
+def costs_of(*gradients):
+    return Costs(
+        tuple(
+            CallCost(f"layers.{number}", 1.0, 2.0, size // 2, size, 0, 0, True) for number, size in enumerate(gradients)
+        )
+    )
 
 
-def costs_of(*gradients: int) -> Costs:
-    return Costs(tuple(call(f"layers.{number}", size) for number, size in enumerate(gradients)))
-
-
-def test_a_step_of_two_layers_by_hand() -> None:
+def test_a_step_of_two_layers_by_hand():
     """Two machines with 10 MB/s: half of all bytes crosses. Each layer has 20 MB of gradients and 10 MB of weights."""
     network = Network(2, 10 * MB, weight_share=0.5)
     exchange = Exchange(network, costs_of(20 * MB, 20 * MB), updates=UpdateModel(10 * MB))
@@ -37,11 +34,11 @@ def test_a_step_of_two_layers_by_hand() -> None:
     assert exchange.busy_s == 3.0 == network.wire_bytes(40 * MB) / network.bytes_per_s
 
 
-def test_a_slower_network_takes_longer_and_staleness_hides_more() -> None:
+def test_a_slower_network_takes_longer_and_staleness_hides_more():
     costs, plan = costs_of(*[20 * MB] * 8), Plan.per_call(8, 4)
     updates = UpdateModel(1e9)
 
-    def period(rate: float, staleness: Any) -> float:
+    def period(rate, staleness):
         rules = Rules(staleness=staleness, updates=updates, network=Network(2, rate, 0.5))
         return run_steps(plan, costs, 2, 8, rules, 16).period_s(8)
 
@@ -53,21 +50,18 @@ def test_a_slower_network_takes_longer_and_staleness_hides_more() -> None:
     assert period(10 * MB, 1) == pytest.approx(period(math.inf, 1), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("25Gbit", 3.125e9), ("100 Gbit/s", 12.5e9), ("1.25GB", 1.25e9)],
-)
-def test_rates(text: str, rate: float) -> None:
+@pytest.mark.parametrize(("text", "rate"), [("25Gbit", 3.125e9), ("100 Gbit/s", 12.5e9), ("1.25GB", 1.25e9)])
+def test_rates(text, rate):
     assert parse_rate(text, "network") == rate
 
 
 @pytest.mark.parametrize("text", ["25", "0Gbit"])
-def test_what_is_no_rate(text: str) -> None:
+def test_what_is_no_rate(text):
     with pytest.raises(ValueError, match=r"network='.*' must be a rate of more than 0, as 25Gbit"):
         parse_rate(text, "network")
 
 
-def test_moments_are_the_owners() -> None:
+def test_moments_are_the_owners():
     costs, plan = costs_of(4000, 4000), Plan.per_call(2, 4)
     alone, shared = (
         {item.name.partition(", 1/")[0]: item.nbytes for item in host_items(plan, costs, parameters)}
@@ -77,12 +71,10 @@ def test_moments_are_the_owners() -> None:
     assert shared == alone
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
 TINY = ("model=tiny_llama", "hardware=rtx4090x2", "sequence_length=64", "microbatch_size=2", "search_seconds=0")
 
 
-def test_the_command_says_what_communication_costs(plan_command: Any) -> None:
+def test_the_command_says_what_communication_costs(plan_command):
     one = json.loads(plan_command(*TINY, "format=json")[1])
     same = (*TINY[:-1], "format=json", f"plan={one['plan']}", "machines=2")
     two = json.loads(plan_command(*same, "network=100Gbit")[1])
@@ -114,7 +106,7 @@ def test_the_command_says_what_communication_costs(plan_command: Any) -> None:
         (("machines=2", "network=25Gbit", "partitioner=paper"), "a library that trains on one machine"),
     ],
 )
-def test_mistakes(plan_command: Any, given: tuple[str, ...], message: str) -> None:
+def test_mistakes(plan_command, given, message):
     code, out, err = plan_command(*TINY, *given)
     assert (code, out) == (2, "")
     assert message in err

@@ -1,21 +1,17 @@
 """Weights in few bits: what they take, and what their products are counted as, beside bitsandbytes' own."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.planning.meter import Counter, Work
+from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.packing import pack
 
 bnb = pytest.importorskip("bitsandbytes")
 
 
-def counted(layer: nn.Module, rows: int = 8) -> Work:
+def counted(layer, rows=8):
     """A forward of `layer` with data, and its backward if it can."""
     states = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
     with Counter(read_machine("rtx4090x8")) as counter:
@@ -25,18 +21,17 @@ def counted(layer: nn.Module, rows: int = 8) -> Work:
     return counter.work
 
 
-def linear() -> nn.Linear:
-    return nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
-
-
-def four_bits(**options: Any) -> nn.Module:
+def four_bits(**options):
     layer = bnb.nn.Linear4bit(64, 48, compute_dtype=torch.bfloat16, **options).to(torch.bfloat16)
-    return layer.to("cpu").requires_grad_(False)  # type: ignore[no-any-return]
+    return layer.to("cpu").requires_grad_(False)
 
 
-def test_products_of_four_bit_weights_are_counted_as_those_of_the_copies() -> None:
+def test_products_of_four_bit_weights_are_counted_as_those_of_the_copies():
     """bitsandbytes' products are operations of its own, of which torch's registry counts nothing."""
-    layer, plain = four_bits(quant_type="nf4", compress_statistics=True), linear()
+    layer, plain = (
+        four_bits(quant_type="nf4", compress_statistics=True),
+        nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False),
+    )
     for mode in (True, False):
         one, other = counted(layer.train(mode)), counted(plain.train(mode))
         assert one.flops == other.flops == (2 if mode else 1) * 2 * 8 * 64 * 48
@@ -46,7 +41,7 @@ def test_products_of_four_bit_weights_are_counted_as_those_of_the_copies() -> No
 
 
 @pytest.mark.parametrize(("form", "double", "shape"), [("nf4", True, (100, 37)), ("fp4", False, (1000, 1000))])
-def test_four_bits_take_what_bitsandbytes_stores(form: Any, double: bool, shape: tuple[int, int]) -> None:
+def test_four_bits_take_what_bitsandbytes_stores(form, double, shape):
     weight = bnb.nn.Params4bit(torch.randn(shape), requires_grad=False, quant_type=form, compress_statistics=double)
     state = weight.to("cpu").quant_state
     stored = [weight, state.absmax, state.code]
@@ -55,7 +50,7 @@ def test_four_bits_take_what_bitsandbytes_stores(form: Any, double: bool, shape:
     assert pack(shape, form, double, 2).parts == tuple(tensor.nbytes for tensor in stored)
 
 
-def test_eight_bits_take_what_bitsandbytes_stores() -> None:
+def test_eight_bits_take_what_bitsandbytes_stores():
     shape = (100, 37)
     layer = bnb.nn.Linear8bitLt(shape[1], shape[0], bias=False, has_fp16_weights=False).to("cpu")
     stored = [tensor for name, tensor in layer.state_dict().items() if name in ("weight", "SCB")]

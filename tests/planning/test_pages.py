@@ -1,11 +1,8 @@
 """Pages say what the planner says: each table's script computes some of its rows again, and the rest has every row."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import pytest
 from planning.making import MODELS, ROOT, script, shape
@@ -13,24 +10,21 @@ from planning.making import MODELS, ROOT, script, shape
 from lightning_roundpipe.commands.plan_model import look_at
 
 
-def row(cells: list[str]) -> str:
+def row(cells):
     return f"| {' | '.join(cells)} |\n"
 
 
-def shown(pages: Any) -> str:
+def shown(pages):
     """What the script has written into its page."""
-    return pages.between(pages.PAGE.read_text())  # type: ignore[no-any-return]
+    return pages.between(pages.PAGE.read_text())
 
 
-# -- README.md ---------------------------------------------------------------------------------------------------------
-
-
-def what_fits() -> tuple[Any, list[str]]:
+def what_fits():
     made = script("docs/make_what_fits.py")
     return made, [line for line in shown(made).splitlines() if re.match(r"\| [A-Z]", line)]
 
 
-def test_the_table_of_what_fits_has_every_row() -> None:
+def test_the_table_of_what_fits_has_every_row():
     made, lines = what_fits()
     heads = [made.line(row, [""]).split("|")[1:4] for row in made.ROWS]
     assert [line.split("|")[1:4] for line in lines] == heads
@@ -42,18 +36,18 @@ def test_the_table_of_what_fits_has_every_row() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("number", "kind", "gpus"), [(2, "rtx4090", 1), (5, "rtx3090", 2)])
-def test_what_fits(number: int, kind: str, gpus: int) -> None:
+def test_what_fits(number, kind, gpus):
     made, lines = what_fits()
     one, cells = made.ROWS[number], lines[number].strip("| ").split(" | ")[3:]
     at = list(made.KINDS).index(kind) * len(made.GPUS) + made.GPUS.index(gpus)
     assert cells[at] == made.cell(made.best(one, kind, gpus, made.shape(one, kind)))
 
 
-def test_figures_in_the_text_are_those_of_their_pages() -> None:
+def test_figures_in_the_text_are_those_of_their_pages():
     text = " ".join((ROOT / "README.md").read_text().split())
-    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("large-models", "estimates", "gpu")}
-    [(plan, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/large-models.*?library measured ([\d,]+)\.", text)
-    assert f"| {plan} | {measured} |" in docs["large-models"]
+    docs = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("estimates", "gpu")}
+    [(plan, measured)] = re.findall(r"\[([\d,]+) tokens/s\]\(docs/estimates.*?library measured ([\d,]+)\.", text)
+    assert f"| {plan} | {measured} |" in docs["estimates"]
     assert text.count(plan) == 2, "the comparison has the same figure"
     [(middle, worst)] = re.findall(r"\[([\d.]+) %, its worst ([\d.]+) %\]", text)
     assert f"median error {middle} %, worst {worst} %" in docs["estimates"]
@@ -61,12 +55,9 @@ def test_figures_in_the_text_are_those_of_their_pages() -> None:
     assert f"at {plan} tokens/s" in docs["gpu"] and f"({low} to {high} tokens/s" in docs["gpu"]
 
 
-# -- docs --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_estimates() -> None:
+def test_estimates():
     """What is predicted beside what the paper measured."""
     bench = script("benchmarks/bench_validation.py")
     rows = [bench.predict(one) for one in bench.read_rows()]
@@ -78,9 +69,9 @@ def test_estimates() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_large_models() -> None:
+def test_the_papers_models():
     """Every figure under the plans on the page, and the search finds plans that are hardly slower."""
-    pages = script("docs/make_large_models.py")
+    pages = script("docs/make_paper_models.py")
     given = list(zip(pages.ROWS, pages.plans(), strict=True))
     there = [look_at(shape(one.name), replace(one.wish, plan=text)) for one, text in given]
     assert shown(pages) == pages.figures(there)
@@ -93,7 +84,7 @@ def test_large_models() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_several_machines() -> None:
+def test_several_machines():
     """Of one model, one and four machines."""
     pages = script("docs/make_several_machines_plans.py")
     one, page = pages.ROWS[0], shown(pages)
@@ -104,26 +95,13 @@ def test_several_machines() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_long_sequences() -> None:
+def test_long_sequences():
     pages = script("docs/make_long_sequences.py")
     for one, gpus in ((pages.ROWS[0], 1), (pages.ROWS[1], 8)):
         assert row(pages.cells(one, pages.find(one, gpus))) in shown(pages)
-    assert row(pages.setting(pages.ROWS[1], 2**17)) in pages.PAGE.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [0, 1])
-def test_quantization(number: int) -> None:
-    """Of the dense models, all hosts of one GPU: what fits a smaller host is a plan of the larger ones."""
-    pages = script("docs/make_quantization_plans.py")
-    one = pages.ROWS[number]
-    pages.GPUS = (1,)
-    for gpus, host, found in pages.machines(one, pages.shapes(one)):
-        assert row(pages.cells(one, gpus, host, found)) in shown(pages)
-
-
-def test_the_pages_have_every_row() -> None:
+def test_the_pages_have_every_row():
     pages = script("docs/make_several_machines_plans.py")
     page = shown(pages)
     assert all(f"### {one.title}\n" in page and one.command in page for one in pages.ROWS)
@@ -133,9 +111,3 @@ def test_the_pages_have_every_row() -> None:
     for one in pages.ROWS:
         assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {one.title} |")] == ["1", "8"]
     assert pages.ROWS[1].command in page
-    pages = script("docs/make_quantization_plans.py")
-    page = shown(pages)
-    for one in pages.ROWS:
-        heads = re.findall(rf"^\| {one.title} \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
-        assert heads == [(str(gpus), str(host)) for gpus in pages.GPUS for host in pages.HOSTS]
-    assert pages.ROWS[0].command in page

@@ -1,15 +1,13 @@
 """The paper's five schedules give the figures of the paper's simulator."""
 
-from __future__ import annotations
-
 import pytest
 from paper_bubble import find_bubble
-from paper_cases import FIGURES, Case, read_cases
+from paper_cases import FIGURES, read_cases
 from paper_schedules import run_case
 
 
 @pytest.mark.parametrize("case", read_cases(), ids=lambda case: f"{case.model}-{case.schedule}")
-def test_the_papers_figures(case: Case) -> None:
+def test_the_papers_figures(case):
     """To the last digit that the paper's simulator prints; cases without figures must run all the same."""
     run = run_case(case)
     bubble = find_bubble(run)

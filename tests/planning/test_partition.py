@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
@@ -8,24 +5,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.making import call, even
 
-from lightning_roundpipe.planning import CallCost, Costs, Plan, Span, greedy_partition
+from lightning_roundpipe.planning import Costs, Plan, Span, greedy_partition
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.partition import partition_within, pipeline_length
+from lightning_roundpipe.planning.problem import Problem
 
 
-def longest_s(plan: Plan, costs: Costs) -> float:
-    return max(costs.stage_time_s(stage.first, stage.last, stage.phase) for stage in plan.stages())
-
-
-def objective_s(plan: Plan, costs: Costs, workers: int, microbatches: int) -> float:
+def objective_s(plan, costs, workers, microbatches):
     stages = len(plan.stages())
     length = pipeline_length(stages, workers, microbatches)
-    return length * longest_s(plan, costs)
+    return length * max(costs.stage_time_s(stage.first, stage.last, stage.phase) for stage in plan.stages())
 
 
-def counted_length(stages: int, workers: int, microbatches: int) -> int:
+def counted_length(stages, workers, microbatches):
     """The last end of ``stages`` slots of length 1, by the engine's rules, one operation after another."""
-    end: dict[tuple[int, int], int] = {}
+    end = {}
     for slot in range(stages):
         for m in range(microbatches):
             before = end.get((slot - 1, m), 0)
@@ -35,7 +29,7 @@ def counted_length(stages: int, workers: int, microbatches: int) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_pipeline_length_is_what_counting_slots_gives(workers: int) -> None:
+def test_pipeline_length_is_what_counting_slots_gives(workers):
     for stages in range(1, 20):
         for microbatches in range(1, 12):
             counted = workers * counted_length(stages, workers, microbatches)
@@ -46,13 +40,13 @@ def test_pipeline_length_is_what_counting_slots_gives(workers: int) -> None:
                 assert length <= counted, (stages, microbatches)
 
 
-def fits(plan: Plan, costs: Costs, stage_bytes: int | None) -> bool:
+def fits(plan, costs, stage_bytes):
     return stage_bytes is None or all(
         costs.stage_bytes(stage.first, stage.last, stage.phase).total <= stage_bytes for stage in plan.stages()
     )
 
 
-def cuttings(n: int) -> Iterator[tuple[Span, ...]]:
+def cuttings(n):
     """Every way to cut calls 0 to n - 1 into consecutive spans."""
     if n == 0:
         yield ()
@@ -61,26 +55,18 @@ def cuttings(n: int) -> Iterator[tuple[Span, ...]]:
             yield tuple(Span(a, b - 1) for a, b in zip((0, *cuts), (*cuts, n), strict=True))
 
 
-def every_plan(n: int) -> Iterator[Plan]:
+def every_plan(n):
     for fused in range(n):
         for forward in cuttings(fused):
             for backward in cuttings(fused):
                 yield Plan(forward, Span(fused, n - 1), backward[::-1], 1)
 
 
-def made(
-    costs: Costs,
-    workers: int = 4,
-    microbatches: int = 4,
-    stage_bytes: int | None = None,
-    stage_s: float | None = None,
-) -> str:
+def made(costs, workers=4, microbatches=4, stage_bytes=None, stage_s=None):
     plan = greedy_partition(costs, workers, microbatches, stage_bytes=stage_bytes, stage_s=stage_s)
     plan.validate(costs.layers)
     return str(plan)
 
-
-# -- the objective ---------------------------------------------------------------------------------------------------
 
 call_costs = st.builds(
     call,
@@ -101,9 +87,7 @@ call_costs = st.builds(
     st.integers(1, 16),
     st.none() | st.integers(300, 900),
 )
-def test_no_plan_of_the_family_is_better(
-    calls: list[CallCost], workers: int, microbatches: int, stage_bytes: int | None
-) -> None:
+def test_no_plan_of_the_family_is_better(calls, workers, microbatches, stage_bytes):
     costs = Costs(tuple(calls))
     plan = greedy_partition(costs, workers, microbatches, stage_bytes=stage_bytes)
     plan.validate(costs.layers)
@@ -116,20 +100,14 @@ def test_no_plan_of_the_family_is_better(
     assert (objective_s(plan, costs, workers, microbatches), len(plan.stages())) == best
 
 
-# -- what it decides -------------------------------------------------------------------------------------------------
-
-
-def test_golden_for_equal_layers() -> None:
+def test_golden_for_equal_layers():
     """A forward stage holds three times the layers of a backward stage, as recomputation makes backward three times."""
     assert made(even(12), workers=4, microbatches=16) == (
         "forward 0-1 2-4 5-7 8-10; fused 11; backward 10 9 8 7 6 5 4 3 2 1 0; round 16"
     )
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_call_that_fits_nowhere_is_named() -> None:
+def test_call_that_fits_nowhere_is_named():
     costs = Costs((call("a"), call("wide", weights=900), call("c")))
     message = (
         r"Layer 'wide' \(call 1\) needs 950 bytes .*900 of weights, 40 of gradients, 10 of activations.*"
@@ -139,10 +117,7 @@ def test_call_that_fits_nowhere_is_named() -> None:
         greedy_partition(costs, 2, 2, stage_bytes=800)
 
 
-# -- odd cases -------------------------------------------------------------------------------------------------------
-
-
-def test_stages_of_a_given_length() -> None:
+def test_stages_of_a_given_length():
     """Layers of 1 s forward and 3 s backward (with recomputation), a head of 1 s and 2 s that is fused."""
     costs = even(7)
     plan = greedy_partition(costs, 2, 4, stage_s=6.0)
@@ -150,12 +125,12 @@ def test_stages_of_a_given_length() -> None:
     assert len(greedy_partition(costs, 2, 4, stage_s=3.0).backward) == 6
     for phase, spans in (("forward", plan.forward), ("fused", (plan.fused,)), ("backward", plan.backward)):
         assert all(costs.stage_time_s(span.first, span.last, phase) <= 6 for span in spans)
-    assert partition_within(costs, 2, 4, None, 10**6, stage_s=6.0) == plan
-    small = partition_within(costs, 2, 4, None, 700, stage_s=6.0)  # memory is kept to, too
+    assert partition_within(Problem.usual(costs, 2, 4, 10**6), stage_s=6.0) == plan
+    small = partition_within(Problem.usual(costs, 2, 4, 700), stage_s=6.0)  # memory is kept to, too
     assert device_bytes(small, costs, 2, most=True) <= 700 < device_bytes(plan, costs, 2, most=True)
     for attempt in (
         lambda: greedy_partition(costs, 2, 4, stage_s=2.9),
-        lambda: partition_within(costs, 2, 4, None, 700, stage_s=2.9),
+        lambda: partition_within(Problem.usual(costs, 2, 4, 700), stage_s=2.9),
     ):
         with pytest.raises(ValueError, match=r"stage_seconds=2.9 is shorter .* 'layers.\d' 3 s \(fused\)"):
             attempt()

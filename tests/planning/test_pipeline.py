@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,21 +10,20 @@ from planning.making import call, even, timed
 from lightning_roundpipe.planning import Costs, Plan, pipeline
 from lightning_roundpipe.planning.batch import PlanShape, plan_of
 from lightning_roundpipe.planning.costs import CallCost
-from lightning_roundpipe.planning.host_time import HostTime
-from lightning_roundpipe.planning.links import Links
-from lightning_roundpipe.planning.memory import arena_bytes, device_bytes
+from lightning_roundpipe.planning.links import HostTime, Links
+from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.network import Network
-from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps
+from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, run_steps
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 TWO = Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
 
 
-def rows(run: SimulatedRun, *kinds: str) -> list[tuple[str, int, int, float, float]]:
+def rows(run, *kinds):
     return [(e.kind, e.worker, e.microbatch, e.start_s, e.end_s) for e in run.events if e.kind in (kinds or COMPUTE)]
 
 
-def test_counted_by_hand() -> None:
+def test_counted_by_hand():
     """Forward 1, fused 1 + 2, recomputation 1 and backward 2; two microbatches on two workers."""
     assert rows(run_steps(TWO, even(2), 2, 2)) == [
         ("forward", 0, 0, 0, 1),
@@ -47,7 +44,7 @@ def test_counted_by_hand() -> None:
     ]
 
 
-def test_host_time() -> None:
+def test_host_time():
     """Two seconds a call, one a turn: the interpreter takes 3, 5 (a fused call and its backward), and 3."""
     host = HostTime(call_s=2.0, turn_s=1.0)
     run = run_steps(Plan.parse("forward 0; fused 1; backward 0; round 1"), even(2), 1, 1, Rules(host=host))
@@ -72,7 +69,7 @@ Case = tuple[Times, dict[str, object], int, int, list[float]]
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Case:
+def plans(draw):
     forward, fused = draw(COMPOSITIONS), draw(st.integers(0, 3))
     layers = sum(forward) + fused
     backward, left = [], sum(forward)
@@ -91,7 +88,7 @@ def plans(draw: st.DrawFn) -> Case:
     return times, plan, workers, microbatches, speeds
 
 
-def ours(times: Times, plan: dict[str, object], speeds: list[float]) -> tuple[Plan, Costs]:
+def ours(times, plan, speeds):
     forward, backward = plan["forward"], plan["backward"]
     assert isinstance(forward, list) and isinstance(backward, list) and isinstance(plan["fused"], int)
     shape = PlanShape(len(forward), len(backward), int(str(plan["round_microbatches"])))
@@ -105,7 +102,7 @@ def ours(times: Times, plan: dict[str, object], speeds: list[float]) -> tuple[Pl
 
 
 @st.composite
-def machines(draw: st.DrawFn, workers: int) -> Rules:
+def machines(draw, workers):
     """Rules with anything that may take time."""
     rate, stale = st.sampled_from([2.0, 7.0, 40.0, 1e3]), draw(st.sampled_from([0, 1]))
     times = st.sampled_from([0.0, 0.1, 1.5])
@@ -114,8 +111,7 @@ def machines(draw: st.DrawFn, workers: int) -> Rules:
     links = draw(st.one_of(st.none(), link, st.tuples(*[link] * workers)))
     updates = draw(
         st.one_of(
-            st.none(),
-            st.builds(UpdateModel, rate, st.booleans(), piece_bytes=st.sampled_from([math.inf, 1.0, 30.0])),
+            st.none(), st.builds(UpdateModel, rate, st.booleans(), piece_bytes=st.sampled_from([math.inf, 1.0, 30.0]))
         )
     )
     network = draw(st.one_of(st.none(), st.builds(Network, st.integers(2, 3), rate, st.sampled_from([0.5, 1.0]))))
@@ -125,7 +121,7 @@ def machines(draw: st.DrawFn, workers: int) -> Rules:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(plans(), st.data())
-def test_ends_of_steps_that_repeat_are_those_of_the_whole_simulation(case: Case, data: st.DataObject) -> None:
+def test_ends_of_steps_that_repeat_are_those_of_the_whole_simulation(case, data):
     times, plan, workers, microbatches, speeds = case
     made, costs = ours(times, plan, speeds)
     beside = data.draw(st.sampled_from([made.round_microbatches, 1]))
@@ -137,7 +133,7 @@ def test_ends_of_steps_that_repeat_are_those_of_the_whole_simulation(case: Case,
     assert pipeline.step_ends(made, costs, workers, microbatches, rules, 8) == pytest.approx(whole, rel=1e-9)
 
 
-def test_steps_repeat_only_when_the_optimizer_does() -> None:
+def test_steps_repeat_only_when_the_optimizer_does():
     """It is slower than the workers here, whose first steps are alike until they wait for it."""
     plan = Plan.parse("forward 0 1; fused 2; backward 1 0; round 8; recompute ahead")
     rules = Rules(1, links=Links(10.0, 10.0), updates=UpdateModel(0.1))
@@ -145,11 +141,11 @@ def test_steps_repeat_only_when_the_optimizer_does() -> None:
     assert pipeline.step_ends(plan, sized(3), 3, 8, rules, 10) == pytest.approx(whole, rel=1e-9)
 
 
-def test_a_simulation_is_over_when_steps_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulation_is_over_when_steps_repeat(monkeypatch):
     """Also where the slots of a step begin on another one of equal workers each time. Without that it took 16 steps."""
     steps, step = [0], pipeline._Pipeline.step
 
-    def counted(self: pipeline._Pipeline) -> None:
+    def counted(self):
         steps[0] += 1
         step(self)
 
@@ -163,16 +159,16 @@ def test_a_simulation_is_over_when_steps_repeat(monkeypatch: pytest.MonkeyPatch)
 # -- copies and updates ----------------------------------------------------------------------------------------------
 
 
-def sized(n: int, weights: int = 4, gradients: int = 2) -> Costs:
+def sized(n, weights=4, gradients=2):
     return Costs(tuple(call(f"layers.{i}", weights=weights, gradients=gradients) for i in range(n)))
 
 
-def heavy(weights: int, gradients: int) -> Costs:
+def heavy(weights, gradients):
     """Two layers of a second forward and two backward, and nothing between them."""
     return Costs(tuple(CallCost(f"{i}", 1.0, 2.0, weights, gradients, 0, 0, needs_backward=True) for i in range(2)))
 
 
-def test_weights_that_do_not_fit_beside_the_slot_before_come_when_it_is_over() -> None:
+def test_weights_that_do_not_fit_beside_the_slot_before_come_when_it_is_over():
     """Stages of 1, 3 and 3 seconds on one worker, with 2 bytes of weights each, at a byte a second.
 
     In the largest arena, weights come while the stage before runs. In the smallest one, the fused stage's come beside
@@ -180,15 +176,15 @@ def test_weights_that_do_not_fit_beside_the_slot_before_come_when_it_is_over() -
     """
     plan = Plan.parse("forward 0; fused 1; backward 0; round 1")
 
-    def run(gradients: int, more: int | None) -> SimulatedRun:
+    def run(gradients, more):
         costs = heavy(2, gradients)
         memory = None if more is None else device_bytes(plan, costs, 1) + more
         return run_steps(plan, costs, 1, 1, Rules(links=Links(1.0, 1.0), memory=memory))
 
-    def loads(gradients: int, more: int | None) -> list[tuple[float, float]]:
+    def loads(gradients, more):
         return [(e.start_s, e.end_s) for e in run(gradients, more).events if e.kind == "upload_weights"]
 
-    assert arena_bytes(plan, heavy(2, 2), 1) == (4, 8)
+    assert WorkerNeeds(plan, heavy(2, 2), 1).arena == (4, 8)
     assert loads(2, None) == loads(2, 4) == [(0, 2), (2, 4), (4, 6)]
     assert loads(2, 0) == [(0, 2), (2, 4), (9, 11)], "the fused stage's gradients leave from 7 to 9"
     assert loads(2, 2) == loads(2, None), "there is room for weights beside weights and gradients"
@@ -198,7 +194,7 @@ def test_weights_that_do_not_fit_beside_the_slot_before_come_when_it_is_over() -
     assert run(9, 2).makespan_s == 10 + 8
 
 
-def test_an_update_holds_the_next_step_up() -> None:
+def test_an_update_holds_the_next_step_up():
     plan = Plan.parse("forward 0; fused 1; backward 0; round 1; recompute ahead")
     costs = sized(2)
     free = run_steps(plan, costs, 2, 1, Rules(), 2)
@@ -206,10 +202,7 @@ def test_an_update_holds_the_next_step_up() -> None:
     clipped = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0, clipping=True)), 2)
     assert free.ends_s[0] == eager.ends_s[0] == clipped.ends_s[0] == 6
     # The head's update (2 s) runs during the last backward; layer 0's, 6 to 8, holds the next forward up.
-    assert [(e.position, e.start_s, e.end_s) for e in eager.events if e.kind == "update"][:2] == [
-        (1, 4, 6),
-        (2, 6, 8),
-    ]
+    assert [(e.position, e.start_s, e.end_s) for e in eager.events if e.kind == "update"][:2] == [(1, 4, 6), (2, 6, 8)]
     assert eager.ends_s[1] == free.ends_s[1] + 2
     # With clipping nothing starts before 6; layer 0 goes first, and the head's chases the next forward.
     assert [(e.position, e.start_s, e.end_s) for e in clipped.events if e.kind == "update"][:2] == [
@@ -221,7 +214,7 @@ def test_an_update_holds_the_next_step_up() -> None:
     assert stale.period_s(4) < eager.ends_s[1] - eager.ends_s[0]
 
 
-def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
+def test_of_the_layers_that_are_there_the_first_is_updated_first():
     """A slow update of the head keeps layers 2, 1 and 0 waiting, which arrive in this order."""
     costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(3)), call("head", gradients=20)))
     updating = Updating(UpdateModel(1.0), costs, Links(1.0, 1.0))
@@ -241,7 +234,7 @@ def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
     st.sampled_from([{}, {"clipping": True}, {"blocking": True}]),
     st.sampled_from([0, 1]),
 )
-def test_the_rules_hold(case: Case, rate: float, speed: float, kind: dict[str, bool], staleness: int) -> None:
+def test_the_rules_hold(case, rate, speed, kind, staleness):
     times, plan, workers, microbatches, speeds = case
     made, costs = ours(times, plan, speeds)
     rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=UpdateModel(speed, **kind))
@@ -252,7 +245,7 @@ def test_the_rules_hold(case: Case, rate: float, speed: float, kind: dict[str, b
     free = run_steps(made, costs, workers, microbatches, Rules(1 if staleness else 0), 3)
     assert all(a >= b - 1e-9 for a, b in zip(run.ends_s, free.ends_s, strict=True))
     for kinds in (COMPUTE, ("upload_weights",), ("download_gradients",), ("update",), ("upload_boundary",)):
-        of_worker: dict[int, float] = {}
+        of_worker = {}
         for event in run.events:
             if event.kind in kinds:  # one thing of a kind at a time
                 assert event.start_s >= of_worker.get(event.worker, 0.0) - 1e-9
@@ -260,7 +253,7 @@ def test_the_rules_hold(case: Case, rate: float, speed: float, kind: dict[str, b
 
 
 @pytest.mark.parametrize("name", ["workers", "microbatches", "steps"])
-def test_numbers_that_make_no_sense(name: str) -> None:
+def test_numbers_that_make_no_sense(name):
     numbers = {"workers": 1, "microbatches": 1, "steps": 1} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}=0"):
         run_steps(TWO, even(2), **numbers)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,12 +19,12 @@ GOLDENS = [
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw):
     """Any valid plan of up to 40 calls."""
     fused = draw(st.integers(0, 39))
     last = draw(st.integers(fused, 39))
 
-    def spans() -> tuple[Span, ...]:
+    def spans():
         if fused == 0:
             return ()
         cuts = sorted(draw(st.sets(st.integers(1, fused - 1)))) if fused > 1 else []
@@ -36,20 +34,20 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @pytest.mark.parametrize(("text", "plan"), GOLDENS)
-def test_text_golden(text: str, plan: Plan) -> None:
+def test_text_golden(text, plan):
     assert str(plan) == text
     assert Plan.parse(text) == plan
     plan.validate([f"layers.{number}" for number in range(plan.fused.last + 1)])
 
 
 @given(plans())
-def test_text_round_trips(plan: Plan) -> None:
+def test_text_round_trips(plan):
     assert Plan.parse(str(plan)) == plan
     assert Plan.parse(str(plan).replace("; ", "\n")) == plan
 
 
 @given(plans())
-def test_valid_plan_runs_every_call_once_each_way(plan: Plan) -> None:
+def test_valid_plan_runs_every_call_once_each_way(plan):
     calls = range(plan.fused.last + 1)
     plan.validate([str(number) for number in calls])
     stages = plan.stages()
@@ -63,7 +61,7 @@ def test_valid_plan_runs_every_call_once_each_way(plan: Plan) -> None:
         assert (ahead == back) == (ahead.phase == "fused") == (back.phase == "fused") == (number >= plan.fused.first)
 
 
-def test_stages_stand_in_slot_order() -> None:
+def test_stages_stand_in_slot_order():
     plan = Plan.parse("forward 0-1 2; fused 3-4; backward 1-2 0; round 4")
     assert plan.stages() == (
         Stage(0, "forward", 0, 1),
@@ -89,19 +87,19 @@ def test_stages_stand_in_slot_order() -> None:
         ("forward 3-0; fused 4; backward 0-3; round 2", "plan: 3-0 is not a span of calls: write the lower call first"),
     ],
 )
-def test_text_that_is_no_plan(text: str, message: str) -> None:
+def test_text_that_is_no_plan(text, message):
     with pytest.raises(ValueError, match=message):
         Plan.parse(text)
 
 
-def test_stages_that_unpack_once_print_and_parse() -> None:
+def test_stages_that_unpack_once_print_and_parse():
     text = "forward 0-1 2; fused 3; backward 2 0-1; round 2; recompute ahead; unpack once 0-2 4"
     plan = Plan.parse(text.replace("0-2 4", "4 1-2 0"))
     assert str(plan) == text and Plan.parse(text) == plan
     assert [stage.unpacks_once for stage in plan.stages()] == [True, True, True, False, True]
 
 
-def test_calls_that_are_carried_print_and_parse() -> None:
+def test_calls_that_are_carried_print_and_parse():
     text = "forward 0-1 2-4; fused 5; backward 4 0-3; round 2; recompute ahead; unpack once 1; carry 0-2 4"
     plan = Plan.parse(text.replace("carry 0-2 4", "carry 4 1-2 0"))
     assert str(plan) == text and Plan.parse(text) == plan and plan.carry == (0, 1, 2, 4)
@@ -123,6 +121,6 @@ CALLS = ["embed", *(f"layers.{number}" for number in range(6)), "head"]
         ("forward 0-3; fused 4-7; backward 0-1 2-3; round 4", r"the backward pass .* call 0 \('embed'\) is due"),
     ],
 )
-def test_a_plan_that_does_not_run_the_trace(text: str, message: str) -> None:
+def test_a_plan_that_does_not_run_the_trace(text, message):
     with pytest.raises(ValueError, match=message):
         Plan.parse(text).validate(CALLS)

@@ -1,10 +1,7 @@
 """The memory and the time that the estimate counts for a call, whole and in tiles, against one that really runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +23,13 @@ ROWS, WIDTH, INNER, COUNT = 64, 16, 48, 4
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.up, self.gate = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
         self.down = nn.Linear(INNER, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
@@ -40,33 +37,33 @@ class Block(nn.Module):
 class Mixer(nn.Module):
     """Two parts of which one sees other tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mixing = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.alone = Block()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.alone(x + self.mixing(x.transpose(1, 2)).transpose(1, 2))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.mixer = nn.Embedding(7, WIDTH), Mixer()
 
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
+    def forward(self, input_ids, use_cache=False):
         return SimpleNamespace(loss=self.mixer(self.embed(input_ids)).square().mean())
 
 
 class Alive(TorchDispatchMode):
     """Bytes of real storages, as an allocator counts them that is told of each operation's results."""
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, known):
         super().__init__()
         self._known, self.peak = known, 0
-        self._refs: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._refs = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._known:
@@ -77,7 +74,7 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def live_at_once(block: nn.Module) -> int:
+def live_at_once(block):
     """Bytes, of its input and of all that a call and its backward make."""
     x = torch.randn(1, ROWS, WIDTH, requires_grad=True)
     alive = Alive({t.untyped_storage()._cdata for t in (*block.parameters(), x)})
@@ -91,7 +88,7 @@ def live_at_once(block: nn.Module) -> int:
     return x.nbytes + alive.peak
 
 
-def test_of_language_models_it_is_mlps_norms_and_experts() -> None:
+def test_of_language_models_it_is_mlps_norms_and_experts():
     shape = ModelShape(Wish("tiny_gpt_oss_20b", precision="bf16-true"), read_machine("rtx4090x8"))
     kinds = {type(module).__name__ for module, _ in shape.in_tiles()._tiled}
     assert len(kinds) == 2 and all(kind.endswith(("MLP", "Experts", "Norm")) for kind in kinds)
@@ -99,7 +96,7 @@ def test_of_language_models_it_is_mlps_norms_and_experts() -> None:
         shape.in_tiles((("nothing", 8),))
 
 
-def test_memory_is_what_lives_at_once_where_a_call_really_runs() -> None:
+def test_memory_is_what_lives_at_once_where_a_call_really_runs():
     """Backward frees what the forward has kept, node by node: a peak in the middle of it counts only what is left."""
     with torch.device("meta"):
         model = Model()
@@ -117,7 +114,7 @@ def test_memory_is_what_lives_at_once_where_a_call_really_runs() -> None:
     assert parts.graph_bytes == 2 * 4 * ROWS * WIDTH + 4  # its input, its output, and what stands for the weights
 
 
-def test_time_is_one_more_forward_of_what_runs_in_tiles() -> None:
+def test_time_is_one_more_forward_of_what_runs_in_tiles():
     with torch.device("meta"):
         model = Model()
     layers, batch = {"alone": model.mixer.alone}, {"input_ids": torch.zeros(1, 2**16, dtype=torch.long, device="meta")}

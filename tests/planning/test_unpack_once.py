@@ -1,15 +1,13 @@
 """Plans whose stages unpack packed weights once: what they take in time and memory, and when they are chosen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import device_bytes, fits, unpacked_within
+from lightning_roundpipe.planning.memory import device_bytes, fits
 from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import search_partition, unpacking_plans
 
@@ -17,7 +15,7 @@ MIB = 2**20
 PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 4")
 
 
-def costs(copies: int = 40 * MIB, calls: int = 4) -> Costs:
+def costs(copies=40 * MIB, calls=4):
     """Of each call's 5 seconds forward and 8 backward, one each is spent on unpacking."""
     return Costs(
         tuple(
@@ -30,40 +28,37 @@ def costs(copies: int = 40 * MIB, calls: int = 4) -> Costs:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("position", "saved"),
-    [(0, 2 * 3 * 1.0), (2, 4 * 2.0 - 1.0), (4, 2 * (4 * 2.0 - 1.0))],
-)
-def test_a_stage_saves_all_but_the_first_unpacking(position: int, saved: float) -> None:
+@pytest.mark.parametrize(("position", "saved"), [(0, 2 * 3 * 1.0), (2, 4 * 2.0 - 1.0), (4, 2 * (4 * 2.0 - 1.0))])
+def test_a_stage_saves_all_but_the_first_unpacking(position, saved):
     """A forward stage has one use a microbatch, the others have two."""
     plan = replace(PLAN, unpack_once=(position,))
     assert run_steps(PLAN, costs(), 1, 4).busy_s - run_steps(plan, costs(), 1, 4).busy_s == pytest.approx(saved)
 
 
-def test_stages_whose_copies_do_not_fit_unpack_for_each_use() -> None:
+def test_stages_whose_copies_do_not_fit_unpack_for_each_use():
     need = device_bytes(PLAN, costs(), 1)
     for room, stages in ((0, ()), (50 * MIB, (1, 2, 3)), (100 * MIB, (0, 1, 2, 3, 4))):
-        found = unpacked_within(PLAN, costs(), 1, 4, need + room)
+        found = Problem.usual(costs(), 1, 4, need + room).unpacking_once(PLAN)
         assert found.unpack_once == stages
         assert fits(found, costs(), 1, need + room)
-    assert not unpacked_within(PLAN, costs(), 1, 4, None).unpack_once
-    assert not unpacked_within(PLAN, costs(0), 1, 4, 2**40).unpack_once
+    assert not Problem.usual(costs(), 1, 4).unpacking_once(PLAN).unpack_once
+    assert not Problem.usual(costs(0), 1, 4, 2**40).unpacking_once(PLAN).unpack_once
     # A forward of a single microbatch unpacks once in any case.
     alone = replace(PLAN, round_microbatches=1)
-    assert unpacked_within(alone, costs(), 1, 4, 2**40).unpack_once == (2, 3, 4)
+    assert Problem.usual(costs(), 1, 4, 2**40).unpacking_once(alone).unpack_once == (2, 3, 4)
 
 
-def test_stages_are_cut_for_their_copies_where_that_is_faster() -> None:
+def test_stages_are_cut_for_their_copies_where_that_is_faster():
     """The paper's plan fills the memory with weights; smaller stages with copies take less time."""
     memory, known = 150 * MIB, costs(calls=12)
 
-    def seconds(plan: Plan) -> float:
+    def seconds(plan):
         return run_steps(plan, known, 2, 8).makespan_s
 
-    limits = Limits.usual(known, 2, 8, memory)
-    per_use = search_partition(costs(0, 12), 2, 8, limits, search_seconds=0, judge=seconds)
+    problem, without = (Problem.usual(one, 2, 8, memory) for one in (known, costs(0, 12)))
+    per_use = search_partition(without, 0, seconds)
     for search_s in (0, 0.5):
-        found = search_partition(known, 2, 8, limits, search_seconds=search_s, judge=seconds)
+        found = search_partition(problem, search_s, seconds)
         assert found.unpack_once and fits(found, known, 2, memory)
         assert seconds(found) < 0.95 * seconds(per_use)
-    assert unpacking_plans([per_use], costs(0, 12), 2, 8, limits) == [per_use]
+    assert unpacking_plans([per_use], without) == [per_use]

@@ -1,13 +1,10 @@
 """What a run says of itself: before the first batch, when the plan is there, when it is printed, and to loggers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
 import re
 import types
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -25,10 +22,7 @@ BATCHES = zoo.make_batches("mlp", 4, samples=7)
 NUMBER = sum(p.numel() for p in MLP.parameters())
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-
-def test_what_will_happen_and_then_the_plan(said: list[str]) -> None:
+def test_what_will_happen_and_then_the_plan(said):
     """Two lines, whatever the number of steps."""
     result = run(ours(num_microbatches=3), MLP, BATCHES, devices=2)
     begin, plan, *more = (line for line in said if "optimizer steps when" not in line)
@@ -38,7 +32,6 @@ def test_what_will_happen_and_then_the_plan(said: list[str]) -> None:
     )
     assert begin.startswith(start + "parameters (all trained), about ")
     assert re.search(r", about [\d.,]+ [KMG]iB of host memory\.$", begin)
-    assert result.report is not None
     memory = r"about [\d.,]+ \w+ on each device"
     found = re.fullmatch(rf'roundpipe: plan "(.+)": (\d+) stages?( on .+)?, {memory}, at least .+ a step\.', plan)
     assert found is not None, plan
@@ -46,13 +39,13 @@ def test_what_will_happen_and_then_the_plan(said: list[str]) -> None:
     assert int(found[2]) == len(Plan.parse(found[1]).stages())
 
 
-def test_a_static_plan_promises_no_time(said: list[str]) -> None:
+def test_a_static_plan_promises_no_time(said):
     run(ours(num_microbatches=2, plan="static"), MLP, BATCHES[:2], devices=2)
     [line] = [line for line in said if line.startswith("roundpipe: plan ")]
     assert re.search(r", about [\d.,]+ \w+ on each device\.$", line)
 
 
-def test_a_device_that_could_hold_the_whole_model_is_said_once(said: list[str]) -> None:
+def test_a_device_that_could_hold_the_whole_model_is_said_once(said):
     emulation = {"memory": "64MiB"}
     run(ours(num_microbatches=2, emulation=emulation), MLP, BATCHES, devices=2)
     [line] = [line for line in said if "holds" in line]
@@ -64,22 +57,19 @@ def test_a_device_that_could_hold_the_whole_model_is_said_once(said: list[str]) 
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [(torch.optim.SGD, 2), (torch.optim.AdamW, 4)])
-def test_host_memory_counts_what_the_optimizer_will_keep(optimizer: Any, copies: int) -> None:
+def test_host_memory_counts_what_the_optimizer_will_keep(optimizer, copies):
     no_layers = types.SimpleNamespace(model=types.SimpleNamespace(layers=()))
 
     parameters = [nn.Parameter(torch.zeros(256, 256)), nn.Parameter(torch.zeros(256, 256), requires_grad=False)]
     frozen, trained = parameters[1].nbytes, parameters[0].nbytes
     made = optimizer([parameters[0]], lr=0.1)
-    assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)  # type: ignore[arg-type]
+    assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)
     parameters[0].grad = torch.zeros(256, 256)
     made.step()
-    assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)  # type: ignore[arg-type]
+    assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)
 
 
-# -- clamped settings --------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_that_is_more_than_the_device() -> None:
+def test_a_budget_that_is_more_than_the_device():
     with pytest.warns(
         RoundPipeWarning, match=r"^roundpipe: memory_budget=1.0 GiB is more than the 512 KiB that a device"
     ):
@@ -89,13 +79,8 @@ def test_a_budget_that_is_more_than_the_device() -> None:
     assert result.report is not None and result.report["planned_device_bytes"] <= 512 * 1024
 
 
-# -- printed -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_strategy_prints_its_settings_devices_state_and_plan() -> None:
-    strategy: Any = ours(
-        num_microbatches=3, memory_budget="20GiB", loss_weight=len, layers=[nn.Linear, "ResidualBlock"]
-    )
+def test_the_strategy_prints_its_settings_devices_state_and_plan():
+    strategy = ours(num_microbatches=3, memory_budget="20GiB", loss_weight=len, layers=[nn.Linear, "ResidualBlock"])
     settings = "num_microbatches=3, layers=[Linear, 'ResidualBlock'], loss_weight=len, memory_budget='20GiB')"
     assert repr(strategy) == f"RoundPipeStrategy({settings}"
     assert repr(RoundPipeStrategy()) == "RoundPipeStrategy()"
@@ -103,12 +88,12 @@ def test_the_strategy_prints_its_settings_devices_state_and_plan() -> None:
         "  not set up yet, which Trainer.fit() does",
         "  plan: none yet, the first batch shows what it needs",
     ]
-    seen: list[str] = []
+    seen = []
 
     class Prints(pl.Callback):
         roundpipe_passive_hooks = True
 
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, *_):
             seen.append(str(trainer.strategy))
 
     trainer = trainer_of(strategy, devices=2, callbacks=[Prints()])
@@ -119,10 +104,10 @@ def test_the_strategy_prints_its_settings_devices_state_and_plan() -> None:
     assert str(strategy).splitlines()[1:] == ["  not training", f"  plan: {plan}"]
 
 
-def test_the_report_prints_a_summary_and_is_a_dict() -> None:
-    strategy: Any = ours(num_microbatches=3)
+def test_the_report_prints_a_summary_and_is_a_dict():
+    strategy = ours(num_microbatches=3)
     assert strategy.report() == {} and str(strategy.report()) == "No training step has finished yet."
-    report = run(strategy, MLP, BATCHES, devices=2).trainer.strategy.report()  # type: ignore[union-attr]
+    report = run(strategy, MLP, BATCHES, devices=2).trainer.strategy.report()
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == [

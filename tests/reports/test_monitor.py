@@ -1,18 +1,16 @@
 """``RoundPipeMonitor``: its figures, and what it says that steps wait for."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from harness import Learner, MemoryLogger, loader, ours, quiet, trainer_of
 from patience import longer_each_try, until
 from reports.test_planned import calls
 from reports.test_planned import report as step_report
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor
@@ -25,7 +23,7 @@ BATCH = {"input_ids": torch.randint(0, 64, (4, 8)), "labels": torch.randint(0, 6
 
 
 @pytest.fixture(scope="module")
-def trained() -> tuple[RoundPipeMonitor, MemoryLogger, dict[str, Any]]:
+def trained():
     monitor, logger = RoundPipeMonitor(every_n_steps=2), MemoryLogger()
     batches, callbacks = [BATCH] * 4, [Updated(), monitor]
     trainer = trainer_of(
@@ -35,7 +33,7 @@ def trained() -> tuple[RoundPipeMonitor, MemoryLogger, dict[str, Any]]:
     with quiet():
         trainer.fit(Tokens(), loader(batches))
     took = {"run_s": time.monotonic() - began}
-    return monitor, logger, dict(trainer.strategy.report()) | took  # type: ignore[attr-defined]
+    return monitor, logger, dict(trainer.strategy.report()) | took
 
 
 class Updated(pl.Callback):
@@ -43,42 +41,39 @@ class Updated(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx:
             until(lambda: trainer.strategy.report()["optimizer_lag_s"] is not None, "the step before is not updated")
 
 
-class Tokens(pl.LightningModule):
+class Tokens(Learner, optimizer=torch.optim.AdamW, lr=0.001):
     roundpipe_passive_hooks = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x = self.embed(batch["input_ids"])
         for block in self.blocks:
             x = block(x).tanh()
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
 
 class SlowRows(list[Any]):
     """Rows that take ``seconds`` to load, longer than a step of `Tokens` takes."""
 
-    def __init__(self, rows: list[Any], seconds: float) -> None:
+    def __init__(self, rows, seconds):
         super().__init__(rows)
         self.seconds = seconds
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         time.sleep(self.seconds)
         return super().__getitem__(index)
 
 
-def test_an_accumulation_window_is_one_step() -> None:
+def test_an_accumulation_window_is_one_step():
     """Times and tokens are those of an optimizer step, not of its last batch."""
     monitor, logger = RoundPipeMonitor(every_n_steps=1), MemoryLogger()
     batches = [{"input_ids": torch.randint(0, 64, (1, 8)), "labels": torch.randint(0, 64, (1, 8))} for _ in range(8)]
@@ -97,7 +92,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_every_figure_reaches_the_logger(trained: tuple[RoundPipeMonitor, MemoryLogger, dict[str, Any]]) -> None:
+def test_every_figure_reaches_the_logger(trained):
     monitor, logger, report = trained
     mine = [(step, line) for step, line in logger.lines if any(name.startswith("roundpipe/") for name in line)]
     assert [step for step, _ in mine] == [1, 3]  # Lightning counts from 0
@@ -114,10 +109,8 @@ def test_every_figure_reaches_the_logger(trained: tuple[RoundPipeMonitor, Memory
     assert monitor.diagnosis is None  # emulated devices wait for the cores that they share
 
 
-def test_under_another_strategy_times_are_logged_and_a_message_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
+def test_under_another_strategy_times_are_logged_and_a_message_says_what_is_missing(monkeypatch):
+    said = []
     monkeypatch.setattr(step_monitor, "rank_zero_info", said.append)
     monitor, logger = RoundPipeMonitor(), MemoryLogger()
     trainer = trainer_of("auto", callbacks=[monitor], logger=logger)
@@ -130,15 +123,12 @@ def test_under_another_strategy_times_are_logged_and_a_message_says_what_is_miss
 
 
 @pytest.mark.parametrize("value", [0, 2.5])
-def test_an_interval_that_is_none_is_refused(value: Any) -> None:
+def test_an_interval_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match=r"every_n_steps=.* must be a whole number of at least 1"):
         RoundPipeMonitor(every_n_steps=value)
 
 
-# -- what steps wait for -----------------------------------------------------------------------------------------------
-
-
-def known(**changes: Any) -> dict[str, Any]:
+def known(**changes):
     """A step that ran exactly as the simulator says."""
     planned = replay(step_report())
     assert planned is not None
@@ -149,19 +139,19 @@ def known(**changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def times(between_s: float = 0.0, updating_s: float = 0.0) -> StepTimes:
+def times(between_s=0.0, updating_s=0.0):
     """Of two steps."""
     return StepTimes(2 * (known()["step_time_s"] + between_s), 2 * updating_s, steps=2)
 
 
-def stalled(kind: str, seconds: float) -> dict[str, Any]:
+def stalled(kind, seconds):
     """A step in which a worker waits for a copy."""
     copy = known()["events"][0] | {"kind": f"upload_{kind}", "start_s": 0.0, "end_s": seconds}
     stall = {"worker": copy["worker"], "start_s": 0.0, "end_s": seconds}
     return known(events=[copy, *known()["events"]], stalls=[stall])
 
 
-def test_an_update_that_has_only_begun_is_not_waited_for() -> None:
+def test_an_update_that_has_only_begun_is_not_waited_for():
     """Its lag is not known yet, which was taken for an optimizer that training waits for."""
     assert diagnose(known(optimizer_lag_s=None), times(between_s=1.0, updating_s=0.8), 0.0) is None
 
@@ -176,17 +166,15 @@ def test_an_update_that_has_only_begun_is_not_waited_for() -> None:
         (stalled("gradients", 0.4), {}, 0.0, "gradients, 100 ms", "reduce_dtype="),
     ],
 )
-def test_the_longest_wait_is_named_with_its_setting(
-    report: dict[str, Any], between: dict[str, float], waited_s: float, what: str, setting: str
-) -> None:
+def test_the_longest_wait_is_named_with_its_setting(report, between, waited_s, what, setting):
     """Waits for copies are the mean of four workers."""
     text = str(diagnose(report, times(**between), waited_s))
     assert f"waits longest for {what}:" in text and setting in text
 
 
 @longer_each_try
-def test_on_gpus_the_longest_wait_is_said_once(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-    said: list[str] = []
+def test_on_gpus_the_longest_wait_is_said_once(monkeypatch, times):
+    said = []
     monkeypatch.setattr(step_monitor, "rank_zero_info", said.append)
     monkeypatch.setattr(step_monitor, "_emulated", lambda trainer: False)
     monitor = RoundPipeMonitor(every_n_steps=2)
@@ -198,7 +186,7 @@ def test_on_gpus_the_longest_wait_is_said_once(monkeypatch: pytest.MonkeyPatch, 
     assert text.startswith("roundpipe: a step takes ") and "It waits longest for the data loader" in text
 
 
-def test_stalls_are_told_apart_by_the_copy_that_ends_them() -> None:
+def test_stalls_are_told_apart_by_the_copy_that_ends_them():
     copies = [
         {"kind": kind, "worker": 0, "start_s": start, "end_s": end}
         for kind, start, end in (

@@ -1,11 +1,7 @@
 """The report page: complete in one file, with the report's figures, and drawn by a browser without an error."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from lightning_roundpipe.reports.page import write_page
 TOKENS = {"input_ids": torch.zeros(4, 8, dtype=torch.long), "labels": torch.zeros(4, 8, dtype=torch.long)}
 
 
-def full(**changes: Any) -> dict[str, Any]:
+def full(**changes):
     more = {
         "peak_device_bytes": [1 << 29, 1 << 28], "peak_host_bytes": 3 << 30, "planned_host_bytes": 1 << 30,
         "stall_pct": 1.5, "bytes_uploaded": [1 << 20, 1 << 20], "bytes_downloaded": [1 << 19, 0],
@@ -28,7 +24,7 @@ def full(**changes: Any) -> dict[str, Any]:
     return known() | more | changes
 
 
-def page(folder: Path, **options: Any) -> str:
+def page(folder, **options):
     write_page(full(), folder / "report.html", **options)
     return (folder / "report.html").read_text()
 
@@ -36,26 +32,26 @@ def page(folder: Path, **options: Any) -> str:
 class References(HTMLParser):
     """What a browser would load, and the text that it would show."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.loaded: list[str] = []
-        self.shown: list[str] = []
+        self.loaded = []
+        self.shown = []
         self._hidden = False
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self._hidden = tag in ("script", "style")
         self.loaded += [str(v) for name, v in attrs if name in ("src", "href", "srcset", "data", "action") and v]
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         self._hidden = False
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if not self._hidden and data.strip():
             self.shown.append(" ".join(data.split()))
 
 
-def test_nothing_is_loaded(tmp_path: Path) -> None:
+def test_nothing_is_loaded(tmp_path):
     text = page(tmp_path)
     assert [target for target in References(text).loaded if not target.startswith("data:")] == []
     for style in re.findall(r"<style>(.*?)</style>", text, re.DOTALL):
@@ -63,7 +59,7 @@ def test_nothing_is_loaded(tmp_path: Path) -> None:
     assert len(text) < 2_000_000
 
 
-def test_its_figures_are_the_reports(tmp_path: Path) -> None:
+def test_its_figures_are_the_reports(tmp_path):
     report = full()
     shown = References(page(tmp_path, settings={"data": {"batch_size": 8}})).shown
     for value in (
@@ -85,19 +81,19 @@ def test_its_figures_are_the_reports(tmp_path: Path) -> None:
     assert page(tmp_path).count("<img") == 1
 
 
-def test_what_steps_wait_for(tmp_path: Path) -> None:
+def test_what_steps_wait_for(tmp_path):
     found = diagnose(known(), times(between_s=1.0), waited_s=1.8)
     shown = " ".join(References(page(tmp_path, diagnosis=found)).shown)
     assert "waits longest for the data loader, 900 ms: set num_workers=" in shown
     assert "waits longest" not in " ".join(References(page(tmp_path)).shown)
 
 
-def test_text_is_escaped(tmp_path: Path) -> None:
+def test_text_is_escaped(tmp_path):
     text = page(tmp_path, settings={"prompt": "</td><script>alert(1)</script>"})
     assert "<script>alert(1)" not in text
 
 
-def test_a_strategy_writes_it_after_a_run(tmp_path: Path) -> None:
+def test_a_strategy_writes_it_after_a_run(tmp_path):
     strategy, monitor = ours(num_microbatches=2), RoundPipeMonitor(every_n_steps=1)
     with pytest.raises(ValueError, match="no training step has finished yet"):
         strategy.save_report(tmp_path / "early.html")

@@ -1,9 +1,5 @@
 """Pictures of steps: rows, colours, numbers, and how large a picture may become."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -13,19 +9,19 @@ from lightning_roundpipe.reports.pictures import MOST_PIXELS, draw_steps
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+def figures(monkeypatch):
     """The figures that were saved."""
-    saved: list[Figure] = []
+    saved = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **kw: (saved.append(self), save(self, path, **kw)))
     return saved
 
 
-def texts(figure: Figure) -> list[str]:
+def texts(figure):
     return [item.get_text() for item in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
 
 
-def test_steps_lie_below_each_other_on_one_scale(tmp_path: Path, figures: list[Figure]) -> None:
+def test_steps_lie_below_each_other_on_one_scale(tmp_path, figures):
     """Each is described, and the legend names what occurs."""
     short = synthetic(2, 2, "forward 0; fused 1; backward 0; round 2")
     draw_steps({"short $": short, "long": synthetic()}, tmp_path / "picture.png")
@@ -46,7 +42,7 @@ def test_steps_lie_below_each_other_on_one_scale(tmp_path: Path, figures: list[F
     assert "backward" not in texts(figures[-1])
 
 
-def test_a_picture_of_many_workers_stays_legible(tmp_path: Path) -> None:
+def test_a_picture_of_many_workers_stays_legible(tmp_path):
     report = synthetic(300, 1, "forward " + " ".join(map(str, range(299))) + "; fused 299; backward 0-298; round 1")
     draw_steps({"many": report}, tmp_path / "many.png")
     assert max(imread(tmp_path / "many.png").shape) <= MOST_PIXELS

@@ -1,9 +1,6 @@
 """A step of emulated devices, replayed as if each of them computed alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ FORWARD_S, BACKWARD_S = 0.010, 0.020
 COMPUTE = ("forward", "recompute", "backward")
 
 
-def calls(number: int, seconds: float = 1.0) -> Costs:
+def calls(number, seconds=1.0):
     each = {"weight_bytes": 1000, "gradient_bytes": 1000, "boundary_bytes": 500, "activation_bytes": 500}
     return Costs(
         tuple(
@@ -29,12 +26,12 @@ def calls(number: int, seconds: float = 1.0) -> Costs:
     )
 
 
-def report(**changes: Any) -> dict[str, Any]:
+def report(**changes):
     """What a strategy reports of the step in test_traces, whose 30 calls were slow when they were first measured."""
     return synthetic() | {"profiled": False, "costs": calls(30, seconds=3).to_dict()} | changes
 
 
-def shared(found: dict[str, Any], slowdown: float) -> dict[str, Any]:
+def shared(found, slowdown):
     """The step on shared cores: everything takes longer from its beginning on, so that devices wait for each other."""
     events = [
         event | {"start_s": event["start_s"] * slowdown, "end_s": event["start_s"] * slowdown + length}
@@ -44,7 +41,7 @@ def shared(found: dict[str, Any], slowdown: float) -> dict[str, Any]:
     return found | {"events": events, "step_time_s": found["step_time_s"] * slowdown, "bubble_pct": 80.0}
 
 
-def test_a_replay_is_what_the_simulator_makes_of_the_shortest_times() -> None:
+def test_a_replay_is_what_the_simulator_makes_of_the_shortest_times():
     found = replay(shared(report(), slowdown=5))
     assert found is not None
     run = run_steps(Plan.parse(found["plan"]), calls(30), 4, 4)  # the events took less than the first batch's calls
@@ -54,7 +51,7 @@ def test_a_replay_is_what_the_simulator_makes_of_the_shortest_times() -> None:
     assert (found["workers"], found["microbatches"]) == (4, 4)
 
 
-def test_devices_and_slots_are_those_of_the_step() -> None:
+def test_devices_and_slots_are_those_of_the_step():
     """The two pictures of a step stand beside each other, and its first slot may be on any worker."""
     given = report()
     for row in (*given["slots"], *given["events"]):
@@ -71,13 +68,13 @@ def test_devices_and_slots_are_those_of_the_step() -> None:
     assert fused == ["forward", "backward"] * 4
 
 
-def test_only_emulated_devices_are_replayed() -> None:
+def test_only_emulated_devices_are_replayed():
     """On GPUs the step as it ran is the truth."""
     options = SimpleNamespace(emulation=Emulation())
     for device, expected in (("cpu", True), ("cuda", False)):
-        strategy: Any = SimpleNamespace(report=report, root_device=torch.device(device), options=options)
+        strategy = SimpleNamespace(report=report, root_device=torch.device(device), options=options)
         assert (replay_of(strategy) is not None) == expected
-    nothing: Any = SimpleNamespace(report=dict, root_device=torch.device("cpu"), options=options)
+    nothing = SimpleNamespace(report=dict, root_device=torch.device("cpu"), options=options)
     assert replay_of(nothing) is None
-    other: Any = SimpleNamespace(root_device=torch.device("cpu"))  # plain Lightning's strategies report nothing
+    other = SimpleNamespace(root_device=torch.device("cpu"))  # plain Lightning's strategies report nothing
     assert replay_of(other) is None

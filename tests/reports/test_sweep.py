@@ -1,11 +1,7 @@
 """What a sweep leaves, from folders of runs made by hand: the table and the file."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -15,7 +11,7 @@ from lightning_roundpipe.reports.sweep import make_plans_static, present, read_r
 NUMBERS = {"bubble_pct": 50.0, "peak_host_gib": 2.0, "train_loss": 1.0, "val_loss_after": 1.5}
 
 
-def sweep(folder: Path, *runs: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def sweep(folder, *runs):
     """The rows of a sweep that left these overrides and summaries."""
     for number, (overrides, summary) in enumerate(runs):
         (folder / str(number) / ".hydra").mkdir(parents=True)
@@ -24,12 +20,12 @@ def sweep(folder: Path, *runs: tuple[str, dict[str, Any]]) -> list[dict[str, Any
     return read_runs(folder)
 
 
-def finished(step_time: float, device: float | None, microbatches: int | None) -> dict[str, Any]:
+def finished(step_time, device, microbatches):
     return NUMBERS | {"step_time_s": step_time, "peak_device_gib": device, "microbatches": microbatches}
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> list[dict[str, Any]]:
+def rows(tmp_path):
     """Microbatches of 1 and 4 samples of 8, twice, the last one failed, and trainer.max_steps the same for all."""
     return sweep(
         tmp_path,
@@ -40,9 +36,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     )
 
 
-def test_everything_is_left_and_shown(
-    rows: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_left_and_shown(rows, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     present(rows, tmp_path)
     said = capsys.readouterr().out
@@ -64,13 +58,13 @@ def test_everything_is_left_and_shown(
         ({"plan": "forward none; fused 0; backward none; round 1"}, "forward none; fused 0; backward none; round 1"),
     ],
 )
-def test_what_a_sweeps_runs_plan_by(partition: dict[str, Any], plan: str | None) -> None:
+def test_what_a_sweeps_runs_plan_by(partition, plan):
     config = OmegaConf.create({"partition": partition, "strategy": {"plan": "${partition.plan}"}})
     make_plans_static(config)
     assert config.strategy.plan == plan
 
 
-def names(*settings: str) -> list[tuple[str, dict[str, Any]]]:
+def names(*settings):
     """Runs of two models whose names differ at their ends, one of which failed."""
     rest = " ".join(settings)
     reason = "DoesNotFit: memory_budget: " + "workers may use less than that, and more is needed. " * 4 + "Raise it."
@@ -81,9 +75,7 @@ def names(*settings: str) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def test_nothing_of_a_table_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_table_is_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     present(sweep(tmp_path, *names("partition.round_microbatches=4")), tmp_path)
     said = capsys.readouterr().out

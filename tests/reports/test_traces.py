@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,16 +11,16 @@ PLAN = "forward 0-9 10-19; fused 20-29; backward 16-19 12-15 8-11 4-7 0-3; round
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 
 
-def synthetic(workers: int = 4, microbatches: int = 4, text: str = PLAN) -> dict[str, Any]:
+def synthetic(workers=4, microbatches=4, text=PLAN):
     """A report as an engine with slow copies would write it; each call takes 10 ms forward and 20 ms backward."""
     plan = Plan.parse(text)
-    events: list[dict[str, Any]] = []
-    slots: list[dict[str, Any]] = []
+    events = []
+    slots = []
     free = [0.0] * workers  # per worker
     ready = [0.0] * microbatches  # per microbatch, on the host
-    copied: dict[tuple[str, int], float] = {}  # per kind of copy and worker: each has a stream of its own
+    copied = {}  # per kind of copy and worker: each has a stream of its own
 
-    def add(kind: str, phase: str, slot: int, call: int, microbatch: int, start: float, length: float) -> float:
+    def add(kind, phase, slot, call, microbatch, start, length):
         worker = slot % workers
         if "load" in kind:
             start = max(start, copied.get((kind, worker), 0.0))
@@ -75,27 +71,21 @@ def synthetic(workers: int = 4, microbatches: int = 4, text: str = PLAN) -> dict
     }
 
 
-TINY: dict[str, Any] = {"workers": 1, "microbatches": 1, "text": "forward none; fused 0; backward none; round 1"}
+TINY = {"workers": 1, "microbatches": 1, "text": "forward none; fused 0; backward none; round 1"}
 
 
-def is_picture(path: Path, least_width: int = 1000) -> bool:
+def is_picture(path, least_width=1000):
     head = path.read_bytes()[:24]
     return head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") >= least_width
 
 
-# -- the picture -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [{}, TINY], ids=["a step", "very little"])
-def test_picture_of_a_step(size: dict[str, Any], tmp_path: Path) -> None:
+def test_picture_of_a_step(size, tmp_path):
     draw_steps({"A step": synthetic(**size)}, tmp_path / "step.png")
     assert is_picture(tmp_path / "step.png")
 
 
-# -- the trace -------------------------------------------------------------------------------------------------------
-
-
-def test_trace_holds_every_event(tmp_path: Path) -> None:
+def test_trace_holds_every_event(tmp_path):
     """Times begin with the earliest event, which may be an upload ahead of the step."""
     report = synthetic()
     report["events"].append(report["events"][0] | {"start_s": -0.5, "end_s": -0.4})
@@ -114,10 +104,10 @@ def test_trace_holds_every_event(tmp_path: Path) -> None:
     assert trace["otherData"]["A step"]["plan"] == PLAN
 
 
-def test_nothing_overlaps_on_a_track_of_the_trace(tmp_path: Path) -> None:
+def test_nothing_overlaps_on_a_track_of_the_trace(tmp_path):
     """Perfetto drops or misplaces events that overlap on one track without being nested."""
     write_trace({"A step": synthetic()}, tmp_path / "trace.json")
-    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    tracks = {}
     for record in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
         if record["ph"] == "X":
             tracks.setdefault((record["pid"], record["tid"]), []).append((record["ts"], record["ts"] + record["dur"]))
@@ -126,7 +116,7 @@ def test_nothing_overlaps_on_a_track_of_the_trace(tmp_path: Path) -> None:
             assert start >= end - 1e-3
 
 
-def test_without_a_step_nothing_is_written(tmp_path: Path) -> None:
+def test_without_a_step_nothing_is_written(tmp_path):
     for write in (draw_steps, write_trace):
         with pytest.raises(ValueError, match="no training step has finished yet"):
             write({"A step": {}}, tmp_path / "step")

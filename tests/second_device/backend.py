@@ -15,8 +15,6 @@
 Everything is done at once, in the thread that asks for it, unless `late` is entered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -24,10 +22,8 @@ import subprocess
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,21 +34,21 @@ _CPU, _EXTENSION = 1, 12
 """DLPack's numbers of the host and of a device type that is not its own."""
 
 
-def register() -> None:
+def register():
     """Add the device type to this process; doing it twice is harmless."""
     _register()
 
 
 @functools.cache
-def _register() -> Any:
+def _register():
     built = library()
     torch.utils.rename_privateuse1_backend(NAME)
     torch.utils.generate_methods_for_privateuse1_backend()
-    torch._register_device_module(NAME, Module)  # type: ignore[no-untyped-call]
+    torch._register_device_module(NAME, Module)
     built.played_register()
     aten = torch.library.Library("aten", "IMPL")
     for name in _VIEWS:
-        kernel = functools.partial(_on_storage, getattr(torch.ops.aten, name).default)
+        kernel = functools.partial(getattr(torch.ops.aten, name).default.redispatch, _KEYS)
         aten.impl(name, kernel, "PrivateUse1")
     for name, kernel in _KERNELS.items():
         aten.impl(name, kernel, "PrivateUse1")
@@ -64,7 +60,7 @@ def _register() -> Any:
     return aten
 
 
-def _missing() -> list[str]:
+def _missing():
     """Operations with a kernel for the CPU that torch does not compose for every device."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -73,7 +69,7 @@ def _missing() -> list[str]:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library():
     """``played.cpp``, built; it needs no more of torch's headers than takes a few seconds."""
     torch_home, folder = Path(torch.__file__).parent, tempfile.mkdtemp()
     built = Path(folder, "played.so")
@@ -91,9 +87,9 @@ def library() -> ctypes.CDLL:
 # ----------------------------------------------------------------------------------------------------------- the module
 
 
-LATE: list[Any] = []
+LATE = []
 """The one that queues what is enqueued, if there is one; see `late`."""
-MADE_CURRENT: dict[str, set[int]] = {}
+MADE_CURRENT = {}
 """Devices that each thread has made current, be it by going back to it: on a GPU, CUDA takes memory for that."""
 
 
@@ -101,34 +97,34 @@ class Module:
     """``torch.played``: what torch asks of a device type in Python."""
 
     @staticmethod
-    def is_available() -> bool:
+    def is_available():
         return True
 
     @staticmethod
-    def is_initialized() -> bool:
+    def is_initialized():
         return True
 
     @staticmethod
-    def _is_in_bad_fork() -> bool:
+    def _is_in_bad_fork():
         return False
 
     @staticmethod
-    def device_count() -> int:
+    def device_count():
         return int(library().played_devices())
 
     @staticmethod
-    def current_device() -> int:
+    def current_device():
         return int(library().played_device())
 
     @staticmethod
-    def set_device(device: Any) -> None:
+    def set_device(device):
         index = device if isinstance(device, int) else _index(torch.device(device))
         MADE_CURRENT.setdefault(threading.current_thread().name, set()).add(index)
         library().played_set_device(index)
 
     @staticmethod
     @contextlib.contextmanager
-    def device(device: Any) -> Iterator[None]:
+    def device(device):
         """The calling thread's current device, within."""
         before = Module.current_device()
         Module.set_device(device)
@@ -138,32 +134,32 @@ class Module:
             Module.set_device(before)
 
     @staticmethod
-    def manual_seed_all(seed: int) -> None:
+    def manual_seed_all(seed):
         for generator in generators():
             generator.manual_seed(seed)
 
     manual_seed = manual_seed_all
 
     @staticmethod
-    def get_rng_state(device: Any = NAME) -> Tensor:
+    def get_rng_state(device=NAME):
         return generators()[_index(torch.device(device))].get_state()
 
     @staticmethod
-    def set_rng_state(state: Tensor, device: Any = NAME) -> None:
+    def set_rng_state(state, device=NAME):
         generators()[_index(torch.device(device))].set_state(state)
 
     @staticmethod
-    def get_amp_supported_dtype() -> list[torch.dtype]:
+    def get_amp_supported_dtype():
         return [torch.float16, torch.bfloat16]
 
 
 @functools.cache
-def generators() -> list[torch.Generator]:
+def generators():
     """Of each device, what its operations draw from."""
     return [torch.Generator() for _ in range(Module.device_count())]
 
 
-def _index(device: torch.device) -> int:
+def _index(device):
     return Module.current_device() if device.index is None else device.index
 
 
@@ -179,15 +175,15 @@ class Wait:
     stack: tuple[str, ...]
     """``file:line function``, the outermost first."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.what} on {self.thread}: " + " < ".join(reversed(self.stack))
 
 
-_listeners: list[Callable[[Wait], None]] = []
+_listeners = []
 
 
 @contextlib.contextmanager
-def listening(listener: Callable[[Wait], None]) -> Iterator[None]:
+def listening(listener):
     """``listener`` is told of each wait within, in the thread that waits."""
     _listeners.append(listener)
     try:
@@ -197,14 +193,14 @@ def listening(listener: Callable[[Wait], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waits() -> Iterator[list[Wait]]:
+def waits():
     """Those that come within, of all threads."""
-    found: list[Wait] = []
+    found = []
     with listening(found.append):
         yield found
 
 
-def _wait(what: str) -> None:
+def _wait(what):
     if not _listeners:
         return
     frames = [f for f in traceback.extract_stack() if f.filename != __file__]
@@ -213,7 +209,7 @@ def _wait(what: str) -> None:
         listener(Wait(threading.current_thread().name, what, stack))
 
 
-def _short(filename: str) -> str:
+def _short(filename):
     return (
         filename.rpartition("site-packages/")[2] if "site-packages" in filename else "/".join(filename.split("/")[-2:])
     )
@@ -224,12 +220,12 @@ class Cudart:
 
     registrations = 0
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address, nbytes, flags):
         library().played_pin(address, nbytes)
         self.registrations += 1
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address):
         library().played_unpin(address)
         return 0
 
@@ -245,7 +241,7 @@ _SET = torch.ops.aten.set_.source_Storage_storage_offset
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-def _elsewhere(tensor: Tensor, kind: int, index: int) -> Tensor:
+def _elsewhere(tensor, kind, index):
     """``tensor`` as one of another device, of the same memory. It lives for as long."""
     capsule = to_dlpack(tensor.detach() if tensor.requires_grad else tensor)
     # A DLTensor begins with a pointer, and then says which device that is of.
@@ -257,17 +253,17 @@ def _elsewhere(tensor: Tensor, kind: int, index: int) -> Tensor:
     return moved
 
 
-def on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor):
     """The memory of a tensor of the device, as a host tensor."""
     return _elsewhere(tensor, _CPU, 0)
 
 
-def on_device(tensor: Tensor, index: int) -> Tensor:
+def on_device(tensor, index):
     """The memory of a host tensor, as a tensor of the device."""
     return _elsewhere(tensor, _EXTENSION, index)
 
 
-def _is_ours(value: object) -> bool:
+def _is_ours(value):
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
@@ -282,11 +278,7 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 """Operations whose indices may be on the host. They are brought to the device first, out of pageable memory."""
 
 
-def _on_storage(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op.redispatch(_KEYS, *args, **kwargs)
-
-
-def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute(op, *args, **kwargs):
     """Every operation that has no kernel and is not composed of others: on the CPU, in place of a GPU's."""
     name = op._schema.name.removeprefix("aten::")
     index = _common_index(op, name, args, kwargs)
@@ -320,24 +312,24 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _raised(op, result, args, kwargs, index)
 
 
-def _counts(name: str, args: Any) -> bool:
+def _counts(name, args):
     """Whether it takes elements that a mask names; to fill them with one number CUDA need not know how many."""
     if name not in _INDEXING or ("index_put" in name and args[2].numel() == 1):
         return False
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-def _give(tensor: Tensor, host: Tensor) -> None:
+def _give(tensor, host):
     """Other memory, of another size, for a tensor of ours: that of ``host``."""
     memory = _put(host, tensor.device.index).untyped_storage()
     _SET.redispatch(_KEYS, tensor, memory, 0, host.size(), host.stride())
 
 
-def _put(host: Tensor, index: int) -> Tensor:
+def _put(host, index):
     return LATE[0].placed(host, index) if LATE else on_device(host, index)
 
 
-def _lowered(value: Any) -> Any:
+def _lowered(value):
     if isinstance(value, Tensor):
         return on_host(value) if value.device.type == NAME else value
     if isinstance(value, torch.device):
@@ -347,7 +339,7 @@ def _lowered(value: Any) -> Any:
     return value
 
 
-def _raised(op: Any, result: Any, args: Any, kwargs: Any, index: int) -> Any:
+def _raised(op, result, args, kwargs, index):
     """What the operation returns: what it has written to, as it was given, and else new tensors of the device."""
     if result is None:
         return None
@@ -366,21 +358,21 @@ def _raised(op: Any, result: Any, args: Any, kwargs: Any, index: int) -> Any:
     return raised[0] if len(returns) == 1 else tuple(raised)
 
 
-def _written(schema: Any, names: set[str], args: Any, kwargs: Any) -> Any:
+def _written(schema, names, args, kwargs):
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.before_set == names:
             return kwargs[argument.name] if argument.name in kwargs else args[position]
     raise AssertionError(f"{schema} writes to nothing that it is given")
 
 
-def _common_index(op: Any, name: str, args: Any, kwargs: Any) -> int:
+def _common_index(op, name, args, kwargs):
     """Of the one device that all tensors are on.
 
     Raises:
         RuntimeError: they are not.
     """
-    found: torch.device | None = None
-    host: Tensor | None = None
+    found = None
+    host = None
     for position, argument in enumerate(op._schema.arguments):
         value = kwargs.get(argument.name) if position >= len(args) else args[position]
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
@@ -403,14 +395,14 @@ def _common_index(op: Any, name: str, args: Any, kwargs: Any) -> int:
     return found.index
 
 
-def _mixed(op: Any, one: torch.device, other: torch.device) -> RuntimeError:
+def _mixed(op, one, other):
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
         f"(when checking the arguments of {op})"
     )
 
 
-def _copy(to: Tensor, of: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(to, of, non_blocking=False):
     """``to.copy_(of)``. On a GPU only copies on it, and those from and to pinned memory, are not waited for."""
     hosts = [t for t in (to, of) if t.device.type != NAME]
     waits = any(not (non_blocking and t.is_pinned()) for t in hosts)
@@ -423,11 +415,7 @@ def _copy(to: Tensor, of: Tensor, non_blocking: bool = False) -> Tensor:
     return to
 
 
-def _copy_from(of: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
-    return _copy(to, of, non_blocking)
-
-
-def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _native_dropout(x, p, train):
     """The CPU's takes no generator."""
     if train is False or not p:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -435,7 +423,7 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
     return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask.bool()
 
 
-def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
+def _resize(tensor, size, *, memory_format=None):
     host = torch.empty(0, dtype=tensor.dtype).resize_(size)
     if host.numel() * host.element_size() <= tensor.untyped_storage().nbytes():
         return torch.ops.aten.resize_.default.redispatch(_KEYS, tensor, size)
@@ -447,30 +435,22 @@ def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     return tensor
 
 
-def _set_storage(tensor: Tensor, *args: Any) -> Tensor:
-    return _SET.redispatch(_KEYS, tensor, *args)
-
-
-def _set_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+def _set_whole_storage(tensor, storage):
     return _SET.redispatch(_KEYS, tensor, storage, 0, [storage.nbytes() // tensor.element_size()], [1])
 
 
-def _set_to(tensor: Tensor, source: Tensor) -> Tensor:
+def _set_to(tensor, source):
     return _SET.redispatch(
         _KEYS, tensor, source.untyped_storage(), source.storage_offset(), source.size(), source.stride()
     )
 
 
-def _convolution(*args: Any) -> Tensor:
-    return _compute(torch.ops.aten.convolution.default, *args)
-
-
-def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Any:
+def _convolution_backward(grad, x, weight, *args):
     biases = [weight.shape[1] * args[5] if args[3] else weight.shape[0]]
     return _compute(torch.ops.aten.convolution_backward.default, grad, x, weight, biases, *args)
 
 
-def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+def _histc(x, bins=100, min=0, max=0):
     """Of whole numbers too, unlike the CPU's."""
     if min == max:
         _wait("histc")
@@ -479,7 +459,7 @@ def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
     return _put(torch.histc(on_host(x).float(), bins, min, max).to(x.dtype), x.device.index)
 
 
-def _lstm_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = None, other: Any = None) -> Any:
+def _lstm_cell(of_input, of_hidden, before, bias=None, other=None):
     gates = of_input + of_hidden + (0 if bias is None else bias + other)
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -487,7 +467,7 @@ def _lstm_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = 
     return o * cell.tanh(), cell, torch.cat([i, f, g, o], 1)
 
 
-def _lstm_cell_backward(grad: Any, grad_cell: Any, before: Any, cell: Any, gates: Tensor, has_bias: bool) -> Any:
+def _lstm_cell_backward(grad, grad_cell, before, cell, gates, has_bias):
     if grad is None and grad_cell is None:
         return None, None, None
     i, f, g, o = gates.chunk(4, 1)
@@ -499,7 +479,7 @@ def _lstm_cell_backward(grad: Any, grad_cell: Any, before: Any, cell: Any, gates
     return of_gates, total * f, of_gates.sum(0) if has_bias else None
 
 
-def _gru_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = None, other: Any = None) -> Any:
+def _gru_cell(of_input, of_hidden, before, bias=None, other=None):
     a, b, c = (of_input if bias is None else of_input + bias).chunk(3, 1)
     d, e, f = (of_hidden if other is None else of_hidden + other).chunk(3, 1)
     r, z = (a + d).sigmoid(), (b + e).sigmoid()
@@ -507,7 +487,7 @@ def _gru_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = N
     return n + z * (before - n), torch.cat([r, z, n, before, f], 1)
 
 
-def _gru_cell_backward(grad: Tensor, kept: Tensor, has_bias: bool) -> Any:
+def _gru_cell_backward(grad, kept, has_bias):
     r, z, n, before, f = kept.chunk(5, 1)
     of_z, of_n = grad * (before - n) * z * (1 - z), grad * (1 - z) * (1 - n * n)
     of_r = of_n * f * r * (1 - r)
@@ -516,20 +496,16 @@ def _gru_cell_backward(grad: Tensor, kept: Tensor, has_bias: bool) -> Any:
     return of_input, of_hidden, grad * z, *biases
 
 
-def _choose_attention(*args: Any, **kwargs: Any) -> int:
-    return 0  # out of products and a softmax
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
+_KERNELS = {
     "copy_": _copy,
-    "_copy_from": _copy_from,
+    "_copy_from": lambda of, to, non_blocking=False: _copy(to, of, non_blocking),
     "native_dropout": _native_dropout,
     "resize_": _resize,
-    "set_.source_Storage_storage_offset": _set_storage,
+    "set_.source_Storage_storage_offset": functools.partial(_SET.redispatch, _KEYS),
     "set_.source_Storage": _set_whole_storage,
     "set_.source_Tensor": _set_to,
-    "_fused_sdp_choice": _choose_attention,
-    "convolution_overrideable": _convolution,
+    "_fused_sdp_choice": lambda *args, **kwargs: 0,  # out of products and a softmax
+    "convolution_overrideable": functools.partial(_compute, torch.ops.aten.convolution.default),
     "convolution_backward_overrideable": _convolution_backward,
     "histc": _histc,
     "_thnn_fused_gru_cell": _gru_cell,

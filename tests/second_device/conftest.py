@@ -1,10 +1,6 @@
 """The device type, in processes that are there for it; elsewhere these tests do not exist."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,7 @@ if os.environ.get("SECOND_DEVICE") == "1":
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def devices(monkeypatch):
     """What Trainers run on: each worker has a device of its own. Those that were made last."""
     from second_device.play import trainers_on_devices
 
@@ -26,7 +22,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def queues(request: pytest.FixtureRequest) -> Iterator[Any]:
+def queues(request):
     """What is enqueued is done later: at random, or as a test says by its parameter."""
     from second_device.late import late
 

@@ -10,8 +10,6 @@ A wait that the package forgets shows in the numbers, as nothing is in order by 
 of the device: only where it was. Where torch cannot tell a result's shape before it is computed, the host waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools
@@ -19,19 +17,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from second_device import backend
-
-Order = Literal["random", "idle", "newest first"]
-"""How streams go on: at random; or when the host waits, as far as they can, the oldest or the newest stream first."""
-
-Key = tuple[int, int]
-"""The number of a device, and that of a stream."""
 
 
 class Mark:
@@ -39,27 +30,27 @@ class Mark:
 
     __slots__ = ("at",)
 
-    def __init__(self) -> None:
-        self.at: float | None = None
+    def __init__(self):
+        self.at = None
         """When it was reached."""
 
 
 class Streams:
     """The queues, and the thread that works on them."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order):
         self._drawn, self._order = random.Random(0), order
-        self._queues: dict[Key, deque[Callable[[], object] | Mark | tuple[Mark]]] = {}
+        self._queues = {}
         self._changed = threading.Condition()
         self._waiting = 0
-        self._error: BaseException | None = None
+        self._error = None
         self._ends = False
         self.done = self.delays = 0
         """Operations that were done, and how often nothing was, while something could be."""
         self._thread = threading.Thread(target=self._serve, name="played device", daemon=True)
         self._thread.start()
 
-    def add(self, key: Key, what: Callable[[], object] | Mark | tuple[Mark]) -> None:
+    def add(self, key, what):
         """Queue an operation; a mark to be reached; or, in a tuple, one to be waited for."""
         with self._changed:
             if key not in self._queues and self._order == "newest first":
@@ -67,12 +58,12 @@ class Streams:
             self._queues.setdefault(key, deque()).append(what)
             self._changed.notify_all()
 
-    def mark(self, key: Key) -> Mark:
+    def mark(self, key):
         mark = Mark()
         self.add(key, mark)
         return mark
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark):
         """Let the host wait [3]."""
         with self._changed:
             self._waiting += 1
@@ -83,7 +74,7 @@ class Streams:
             if self._error is not None:
                 raise RuntimeError("an operation failed on the device") from self._error
 
-    def end(self) -> None:
+    def end(self):
         """Do what is left, and stop."""
         for key in list(self._queues):
             self.wait(self.mark(key))
@@ -92,7 +83,7 @@ class Streams:
             self._changed.notify_all()
         self._thread.join()
 
-    def _serve(self) -> None:
+    def _serve(self):
         torch.set_num_threads(1)
         with torch.inference_mode():  # in which both inference tensors and others may be written
             while (operation := self._next()) is not None:
@@ -105,7 +96,7 @@ class Streams:
                         self._changed.notify_all()
                     return
 
-    def _next(self) -> Callable[[], object] | None:
+    def _next(self):
         """The operation that is to be done next [2]."""
         with self._changed:
             while not self._ends:
@@ -117,17 +108,17 @@ class Streams:
                     queue = ready[0] if slow else self._drawn.choice(ready)
                     if drawn and slow and self._drawn.random() < 0.02:
                         self._shuffle()
-                    return queue.popleft()  # type: ignore[return-value]
+                    return queue.popleft()
                 self.delays += bool(ready)
                 self._changed.wait(timeout=self._drawn.random() * 1e-3 if ready else None)
         return None
 
-    def _shuffle(self) -> None:
+    def _shuffle(self):
         keys = list(self._queues)
         self._drawn.shuffle(keys)
         self._queues = {key: self._queues[key] for key in keys}
 
-    def _advance(self) -> None:
+    def _advance(self):
         """Reach marks, and pass those that were waited for."""
         moved = True
         while moved:
@@ -154,14 +145,14 @@ class _Ref(NamedTuple):
     stride: tuple[int, ...]
 
     @staticmethod
-    def to(tensor: Tensor) -> _Ref:
+    def to(tensor):
         storage = tensor.untyped_storage()
         return _Ref(
             storage.data_ptr(), storage.nbytes(), tensor.dtype, tensor.storage_offset(), tuple(tensor.size()),
             tensor.stride(),
         )  # fmt: skip
 
-    def tensor(self) -> Tensor:
+    def tensor(self):
         """A host tensor of that memory, which may be another tensor's by now."""
         empty = torch.empty(0, dtype=self.dtype)
         if not self.nbytes:
@@ -176,7 +167,7 @@ class _Seed(NamedTuple):
     seed: int
 
 
-def _resolved(value: Any) -> Any:
+def _resolved(value):
     if isinstance(value, _Ref):
         return value.tensor()
     if isinstance(value, _Seed):
@@ -187,25 +178,25 @@ def _resolved(value: Any) -> Any:
 class Late:
     """The device type with queues."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order):
         self.streams = Streams(order)
-        self.synchronous: dict[str, int] = {}
+        self.synchronous = {}
         """Operations for which the host waited, as their results' shapes are not known before."""
 
-    def key(self, index: int) -> Key:
+    def key(self, index):
         return index, int(backend.library().played_stream(index))
 
-    def drain(self, index: int) -> None:
+    def drain(self, index):
         """Wait for the thread's current stream."""
         self.streams.wait(self.streams.mark(self.key(index)))
 
-    def empty(self, size: Any, stride: Any, dtype: torch.dtype, index: int) -> Tensor:
+    def empty(self, size, stride, dtype, index):
         needed = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
         storage = torch.UntypedStorage(needed, device=torch.device(backend.NAME, index))
         fresh = backend.on_device(torch.empty(0, dtype=dtype), index)
         return backend._SET.redispatch(backend._KEYS, fresh, storage, 0, size, stride)
 
-    def placed(self, host: Tensor, index: int) -> Tensor:
+    def placed(self, host, index):
         """A tensor of the device with the numbers of ``host``, to which nothing else writes.
 
         The copy is queued. Another thread may have used the memory last, in the same stream, and not be done with it.
@@ -215,7 +206,7 @@ class Late:
         self.streams.add(self.key(index), lambda: target.tensor().copy_(host))
         return there
 
-    def compute(self, op: Any, name: str, args: Any, kwargs: Any, index: int) -> Any:
+    def compute(self, op, name, args, kwargs, index):
         """Queue an operation [1]; NotImplemented if its results are not known before it is done."""
         if name in ("empty", "empty_strided"):
             meta = op(*args, **kwargs | {"device": "meta", "pin_memory": None})
@@ -225,7 +216,7 @@ class Late:
         grown = any(k.startswith("out") and isinstance(v, Tensor) and not v.numel() for k, v in kwargs.items())
         if name in backend._READS or grown or backend._counts(name, args):
             return NotImplemented
-        results: list[Any] = []
+        results = []
         if not all(written):
             try:
                 found = op(*_as_meta(args), **{k: _as_meta(v) for k, v in kwargs.items() if k != "generator"})
@@ -251,7 +242,7 @@ class Late:
                 for argument, value in zip(schema.arguments, queued, strict=False)
             ]
 
-        def run() -> None:
+        def run():
             result = op(*map(_resolved, queued), **{key: _resolved(value) for key, value in given.items()})
             for target, value in zip(targets, [result] if len(targets) == 1 else result or (), strict=True):
                 _store(target, value)
@@ -259,12 +250,12 @@ class Late:
         self.streams.add(self.key(index), run)
         return None if not made else made[0] if len(made) == 1 else tuple(made)
 
-    def _like(self, meta: Any, index: int) -> Any:
+    def _like(self, meta, index):
         if isinstance(meta, Tensor):
             return self.empty(meta.size(), meta.stride(), meta.dtype, index)
         return [self._like(m, index) for m in meta] if isinstance(meta, list | tuple) else meta
 
-    def _captured(self, value: Any) -> Any:
+    def _captured(self, value):
         """An argument as it is now, without keeping memory of the device."""
         if isinstance(value, Tensor):
             return _Ref.to(value) if backend._is_ours(value) else value.detach().clone()
@@ -272,7 +263,7 @@ class Late:
             return torch.device("cpu")
         return [self._captured(v) for v in value] if isinstance(value, list | tuple) else value
 
-    def copy(self, to: Tensor, of: Tensor, waits: bool) -> None:
+    def copy(self, to, of, waits):
         """Queue a copy; of memory that is not pinned the numbers are taken at once."""
         ours = [t for t in (to, of) if backend._is_ours(t)]
         index = ours[-1].device.index
@@ -288,7 +279,7 @@ class Late:
             self.drain(index)
 
 
-def _store(target: Any, value: Any) -> None:
+def _store(target, value):
     """Put a result, or several, where they are to be."""
     if isinstance(target, _Ref):
         if value.numel():  # the CPU's batch norm leaves statistics out where it takes those that are known
@@ -298,17 +289,17 @@ def _store(target: Any, value: Any) -> None:
             _store(one, part)
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(value):
     return value.tensor() if isinstance(value, _Ref) else value
 
 
-def _refs(value: Any) -> Any:
+def _refs(value):
     if isinstance(value, Tensor):
         return _Ref.to(value)
     return [_refs(v) for v in value] if isinstance(value, list | tuple) else None
 
 
-def _as_meta(value: Any) -> Any:
+def _as_meta(value):
     if isinstance(value, Tensor):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, torch.device):
@@ -326,17 +317,17 @@ class _Later(ctypes.Structure):
 
 
 @contextlib.contextmanager
-def late(order: Order = "random") -> Iterator[Late]:
+def late(order="random"):
     """Within, what is enqueued on the device type is done later."""
     made = Late(order)
     numbers, marks = itertools.count(1), dict[int, Mark]()
 
-    def record(index: int, stream: int) -> int:
+    def record(index, stream):
         number = next(numbers)
         marks[number] = made.streams.mark((index, stream))
         return number
 
-    functions: Any = dict(_Later._fields_)
+    functions = dict(_Later._fields_)
     later = _Later(
         functions["record"](record),
         functions["block"](lambda event, index, stream: made.streams.add((index, stream), (marks[event],))),

@@ -8,10 +8,6 @@ What the host has not waited for, or what no event orders, shows in the numbers.
 Tests fail, too, that are about the CPU: code of theirs that calls ``numpy()``, or makes tensors on the host in layers.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from second_device import backend
@@ -22,7 +18,7 @@ backend.register()  # before autograd first runs, as it counts devices then
 
 
 @pytest.fixture(autouse=True)
-def _lately(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _lately(monkeypatch):
     trainers_on_devices(monkeypatch)
     with late("newest first"):
         yield

@@ -1,15 +1,10 @@
 """The part of ``torch.cuda`` that devices use, played by the device type of `backend`: Trainers then run on it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
-from typing import Any
 from weakref import WeakSet
 
-import pytest
 import torch
 
 from lightning_roundpipe import strategy
@@ -29,30 +24,30 @@ _seed_all = Module.manual_seed_all
 class Event:
     """Reached as soon as it is recorded, or when its stream has come that far (`late`)."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+    def __init__(self, enable_timing=False, blocking=False):
         self.timed = enable_timing
-        self.mark: Mark | None = None
+        self.mark = None
 
     @property
-    def at(self) -> float | None:
+    def at(self):
         return None if self.mark is None else self.mark.at
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream):
         if backend.LATE:
             self.mark = backend.LATE[0].streams.mark(stream.key)
         else:
             self.mark = Mark()
             self.mark.at = time.perf_counter()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         assert self.mark is not None, "waited for an event that was never recorded"
         if backend.LATE:
             backend.LATE[0].streams.wait(self.mark)
 
-    def query(self) -> bool:
+    def query(self):
         return self.at is not None
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later):
         assert self.timed and later.timed and self.at is not None and later.at is not None
         return (later.at - self.at) * 1e3
 
@@ -60,25 +55,25 @@ class Event:
 class Stream:
     """A stream of one device."""
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device):
         self.device, self.number = torch_device, next(_numbers)
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self):
         return self.device.index, self.number
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event):
         assert event.mark is not None, "waited for an event that was never recorded"
         if backend.LATE:
             backend.LATE[0].streams.add(self.key, (event.mark,))
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         if backend.LATE:
             backend.LATE[0].streams.wait(backend.LATE[0].streams.mark(self.key))
 
 
 @contextlib.contextmanager
-def stream(entered: Stream) -> Iterator[None]:
+def stream(entered):
     """The calling thread's current stream, and its device the current one, as ``torch.cuda.stream`` does."""
     library, index = backend.library(), entered.device.index
     before = library.played_stream(index)
@@ -90,27 +85,27 @@ def stream(entered: Stream) -> Iterator[None]:
             library.played_set_stream(index, before)
 
 
-def set_stream(entered: Stream) -> None:
+def set_stream(entered):
     """As ``torch.cuda.set_stream`` does, for good."""
     Module.set_device(entered.device)
     backend.library().played_set_stream(entered.device.index, entered.number)
 
 
-def current_stream(torch_device: torch.device) -> Stream:
+def current_stream(torch_device):
     """The calling thread's stream on a device: its default one, if it has entered no other."""
     found = object.__new__(Stream)
     found.device, found.number = torch_device, backend.library().played_stream(torch_device.index)
     return found
 
 
-def _no_record_stream(*args: object) -> None:
+def _no_record_stream(*args):
     raise AssertionError("when memory comes back would be up to the allocator")
 
 
-def play(patch: pytest.MonkeyPatch) -> None:
+def play(patch):
     """Put the device type in the place of CUDA."""
     backend.register()
-    fakes: dict[str, Any] = {
+    fakes = {
         "Event": Event,
         "Stream": Stream,
         "stream": stream,
@@ -151,9 +146,7 @@ def play(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "record_stream", _no_record_stream, raising=False)
 
 
-def trainers_on_devices(
-    patch: pytest.MonkeyPatch, *, shared: bool = False, first: int = 0, pin_memory: str = "on"
-) -> list[Any]:
+def trainers_on_devices(patch, *, shared=False, first=0, pin_memory="on"):
     """Let Trainers have devices of `backend`; those that were made last are in what is returned.
 
     Args:
@@ -162,9 +155,9 @@ def trainers_on_devices(
         first: the number of the first device.
         pin_memory: see ``pinned.host_buffer``.
     """
-    made: list[Any] = []
+    made = []
 
-    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[Any]:
+    def make(kind, torch_devices, *_):
         homes = [torch.device(backend.NAME, first if shared else first + i) for i in range(len(torch_devices))]
         made[:] = share_out(homes, pin_memory)
         return made

@@ -1,19 +1,15 @@
 """Carried products on devices that compute behind the host, as late as they may: the bits of recomputation."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from harness import assert_identical, call_count, ours, per_call, run
-from torch import Tensor
+from harness import assert_identical, call_count, ours, per_call, run, seeded
 from traps import Block, Net
 
 from lightning_roundpipe.engine import carrying
-from second_device.late import Late
 
 at_random_and_idle = pytest.mark.parametrize("queues", ["random", "idle"], indirect=True)
 
@@ -22,20 +18,20 @@ class _Saved(torch.autograd.Function):
     """Its gradient is what its forward has saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, made: Tensor) -> Tensor:
+    def forward(ctx, x, made):
         ctx.save_for_backward(made)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx, grad):
         return ctx.saved_tensors[0], None
 
 
 class ReturnsProducts(Block):
     """One as its output, which its backward reads, and one as a gradient."""
 
-    def forward(self, x: Tensor) -> Any:
-        kept: Tensor = _Saved.apply(x, self.inner(x).detach())  # type: ignore[no-untyped-call]
+    def forward(self, x):
+        kept = _Saved.apply(x, self.inner(x).detach())
         made = self.other(kept)
         return made, made.square()
 
@@ -43,7 +39,7 @@ class ReturnsProducts(Block):
 class Wide(Net):
     """User code writes to what layers return."""
 
-    def body(self, h: Tensor) -> Tensor:
+    def body(self, h):
         for block in self.blocks:
             h, square = block(h)
             h *= 1.5
@@ -53,9 +49,8 @@ class Wide(Net):
 
 @at_random_and_idle
 @pytest.mark.parametrize("workers", [1, 2])
-def test_user_code_writes_to_products_that_are_on_their_way(workers: int, devices: list[Any], queues: Late) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+def test_user_code_writes_to_products_that_are_on_their_way(workers, devices, queues):
+    with seeded(5):
         module = zoo.PlainClassifier(Wide(ReturnsProducts))
     plan, batches = per_call(5, 4), zoo.make_batches("mlp", samples=8)
     plain, found = (
@@ -66,13 +61,11 @@ def test_user_code_writes_to_products_that_are_on_their_way(workers: int, device
 
 
 @pytest.mark.parametrize("queues", ["idle"], indirect=True)
-def test_products_of_two_calls_are_on_their_way_at_most(
-    devices: list[Any], queues: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_two_calls_are_on_their_way_at_most(devices, queues, monkeypatch):
     """However far the host is ahead of the device, which does nothing here before the host waits."""
     alive, most, real = weakref.WeakSet[Any](), 0, carrying.copy_alike
 
-    def copy(tensor: Tensor) -> Tensor:
+    def copy(tensor):
         nonlocal most
         made = real(tensor)
         alive.add(made.untyped_storage())
@@ -80,8 +73,7 @@ def test_products_of_two_calls_are_on_their_way_at_most(
         return made
 
     monkeypatch.setattr(carrying, "copy_alike", copy)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with seeded(5):
         module = zoo.PlainClassifier(Net(Block))
     plan = "forward 0-3; fused 4; backward 0-3; round 4; carry 0-3"
     run(ours(num_microbatches=4, layers=["Linear", "Block"], plan=plan), module, zoo.make_batches("mlp", samples=8))
@@ -90,10 +82,9 @@ def test_products_of_two_calls_are_on_their_way_at_most(
 
 @at_random_and_idle
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_no_bit_depends_on_what_is_carried(name: str, devices: list[Any], queues: Late) -> None:
+def test_no_bit_depends_on_what_is_carried(name, devices, queues):
     module, batches = zoo.make_module(name), zoo.make_batches(name)
     plain = run(ours(num_microbatches=3), module, batches, devices=2)
-    assert plain.report is not None
     n = call_count(plain.report["plan"])
     plan = f"{per_call(n, 3)}; carry 0-{n - 2}"
     assert_identical(plain, run(ours(num_microbatches=3, plan=plan), module, batches, devices=2))

@@ -1,33 +1,27 @@
 """Losses that are given the output layer's weight: it travels once to each device, for all microbatches of a step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from harness import assert_same, ours, run
 from test_recipes import Fused, OfTheHead, llama, plain_ids
-from torch import Tensor
 
-SEEN: list[tuple[torch.device, int]] = []
+SEEN = []
 
 
 class Noted(Fused):
     """Notes where the weight is."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx, hidden, weight, targets):
         SEEN.append((weight.device, weight.data_ptr()))
         return Fused.forward(ctx, hidden, weight, targets)
 
 
-def tied() -> Any:
+def tied():
     return llama(tie_word_embeddings=True)
 
 
-def frozen() -> Any:
+def frozen():
     net = llama()
     net.lm_head.requires_grad_(False)
     return net
@@ -35,7 +29,7 @@ def frozen() -> Any:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("make", [llama, tied, frozen])
-def test_the_weight_travels_once(make: Callable[[], Any], precision: str, devices: list[Any]) -> None:
+def test_the_weight_travels_once(make, precision, devices):
     """Also if the function's ``apply`` was kept before training began, as libraries do."""
     torch.manual_seed(1)
     module = OfTheHead(make(), Noted.apply).float()

@@ -1,33 +1,27 @@
 """Asynchronous execution: streams that are in no order but that of events."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import ATOL, RTOL, assert_same, assert_tensors_same, ours, run
+from harness import ATOL, RTOL, Learner, assert_same, assert_tensors_same, ours, run
 from test_evaluation import Averaging, validate
-from torch import Tensor, nn
+from torch import nn
 from zoo_runs import expected, train
 
-from second_device.late import Late, late
+from second_device.late import late
 from second_device.play import Event, Stream, play, stream
 
 
-class FrozenBetween(pl.LightningModule):
+class FrozenBetween(Learner):
     """All layers are frozen when a batch begins, and trained within it; the last one is the smallest."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.layers = nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 1)])
         self.requires_grad_(False)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.requires_grad_(True)
         found = batch
         for layer in self.layers:
@@ -40,7 +34,7 @@ class FrozenBetween(pl.LightningModule):
         self.requires_grad_(False)
         return loss.detach()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -48,7 +42,7 @@ HOME = torch.device("played", 0)
 
 
 @pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+def idle(monkeypatch):
     """Nothing is done until the host waits; then in the order of streams' first operations."""
     with late("idle") as made:
         play(monkeypatch)
@@ -56,7 +50,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_streams_are_in_the_order_of_events_alone(idle: Late, waits: bool) -> None:
+def test_streams_are_in_the_order_of_events_alone(idle, waits):
     first, second, event = Stream(HOME), Stream(HOME), Event()
     with stream(first):
         read = torch.zeros(1, device=HOME)
@@ -78,7 +72,7 @@ def test_streams_are_in_the_order_of_events_alone(idle: Late, waits: bool) -> No
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_memory_is_its_streams_again_at_once(idle: Late, same: bool) -> None:
+def test_memory_is_its_streams_again_at_once(idle, same):
     """Another stream that still reads it finds other numbers."""
     first, second = Stream(HOME), Stream(HOME)
     with stream(first):
@@ -109,21 +103,21 @@ def test_memory_is_its_streams_again_at_once(idle: Late, same: bool) -> None:
     "name",
     ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n, e in zoo.ENTRIES.items() if n != "mlp" and not e.other)],
 )
-def test_every_model_equals_plain(name: str, devices: list[Any], queues: Late) -> None:
+def test_every_model_equals_plain(name, devices, queues):
     wanted = expected(name, False, 3)
     result = train(name, False, 2, num_microbatches=3)
     assert_same(wanted, result, rtol=2 * RTOL, atol=2 * ATOL)
     assert queues.streams.delays, "everything was done at once"
 
 
-def test_weights_are_uploaded_when_user_code_goes_on(devices: list[Any], idle: Late) -> None:
+def test_weights_are_uploaded_when_user_code_goes_on(devices, idle):
     """It may write to them then, and a copy that has only been asked for would read what it writes."""
     module, data = Averaging(zoo.make_module("mlp").model), zoo.make_batches("mlp", 2)
     plain, found = (validate(strategy, module, data) for strategy in ("auto", ours()))
     assert_tensors_same(plain, found)
 
 
-def test_a_step_follows_what_user_code_has_enqueued_before_it(devices: list[Any], idle: Late) -> None:
+def test_a_step_follows_what_user_code_has_enqueued_before_it(devices, idle):
     """It may still read what the step before has left, whose memory this one uses again."""
     module, data = FrozenBetween(), list(torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0)))
     plain, result = run("auto", module, data), run(ours(layers=["Linear"]), module, data)

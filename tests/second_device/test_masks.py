@@ -1,14 +1,10 @@
 """Hugging Face models' own code around layers: masks, positions, rotary tables. Weights are on the device, as layers'
 are, and inputs on the host, as the engine leaves them."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,11 +15,11 @@ from transformers import (
 from second_device import backend
 from second_device.user_code import HOME, mode
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": SIZES,
     "gemma2": SIZES | {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -50,17 +46,16 @@ EAGER = {"gemma2", "bloom"}
 """Those that have no other attention."""
 
 
-def _model(family: str, attention: str) -> nn.Module:
+def _model(family, attention):
     config = AutoConfig.for_model(family, **FAMILIES[family])
     torch.manual_seed(0)
     if family == "t5":
         return T5ForConditionalGeneration(config)
     made = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
-    model: nn.Module = made.from_config(config, attn_implementation=attention)
-    return model
+    return made.from_config(config, attn_implementation=attention)
 
 
-def _inputs(family: str, masked: bool) -> dict[str, Tensor]:
+def _inputs(family, masked):
     words = torch.randint(1, 64, (3, 10), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": words, "labels": words % 2 if family != "bert" else words[:, 0] % 2}
     if masked:
@@ -72,7 +67,7 @@ def _inputs(family: str, masked: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("family", "attention"), [(f, a) for f in FAMILIES for a in ("sdpa", "eager") if a == "eager" or f not in EAGER]
 )
-def test_masks(family: str, attention: str, masked: bool, request: pytest.FixtureRequest) -> None:
+def test_masks(family, attention, masked, request):
     if masked and (family, attention) in READS:
         request.applymarker(pytest.mark.xfail(reason="transformers reads the mask on the device", strict=True))
     if not masked and family in READS_POSITIONS:

@@ -4,17 +4,12 @@ Memory belongs to the stream that was the current one when it was allocated, and
 reference is gone. `ordering` follows the waits of emulated devices, which have no memory of that kind.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import harness
 import pytest
 import stress
 import torch
-from torch import Tensor
 from without import take_out
 
 from lightning_roundpipe.devices.base import Event
@@ -25,7 +20,7 @@ from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.arenas import address_of
 from lightning_roundpipe.updates import bucket_stepper
-from second_device.late import Order, late
+from second_device.late import late
 from second_device.play import trainers_on_devices
 
 AHEAD = "forward 0-1 2 3; fused 4-5; backward 3 2 0-1; round 4; recompute ahead"
@@ -41,12 +36,12 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     """Tensors of small models have several, too."""
     monkeypatch.setattr(ChunkedCopyStream, "chunk_bytes", 64)
 
 
-def check(name: str, order: Order, *, pin_memory: str = "on", shared: bool = False, **options: Any) -> None:
+def check(name, order, *, pin_memory="on", shared=False, **options):
     """The bits are those of one emulated device that does all at once."""
     case = replace(CASES[name], **options)
     expected = stress.reference(case)
@@ -60,18 +55,18 @@ def check(name: str, order: Order, *, pin_memory: str = "on", shared: bool = Fal
 
 @pytest.mark.parametrize(("order", "shared"), [("random", False), ("newest first", False), ("idle", True)])
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_with_everything(name: str, order: Order, shared: bool) -> None:
+def test_a_model_with_everything(name, order, shared):
     """User code between all layers, with residuals and weights; a layer that writes to its input; one used twice."""
     check(name, order, shared=shared)
 
 
-def test_pageable_memory() -> None:
+def test_pageable_memory():
     """Copies of which a thread asks the driver, behind those that have been asked for."""
     check("cut", "newest first", pin_memory="off")
 
 
 @pytest.mark.parametrize("options", [{"reduce_dtype": "bfloat16"}, {}], ids=["narrowed", "in parts"])
-def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_narrowed_or_in_parts(options, monkeypatch):
     """Narrowing makes and reads memory of the compute stream; parts of weights go up from the optimizer's thread."""
     monkeypatch.setattr(grad_buffers, "LEAST", 4)
     if not options:
@@ -81,16 +76,16 @@ def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkey
     check("cut", "newest first", **options)
 
 
-def test_a_gradient_that_a_layer_hands_on_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_a_layer_hands_on_has_memory_of_its_own(monkeypatch):
     """A layer may return the gradient of its output as that of its input. The stream of uploads uses its memory again,
     without waiting for what computes with the gradient next.
     """
     real, handed_on = Executor.backward, []
 
-    def forward(self: Any, h: Tensor, keep: Tensor) -> Tensor:
+    def forward(self, h, keep):
         return h + keep * torch.tanh(self.lin(h.detach()))
 
-    def backward(self: Any, call: Any, slot: Any, inputs: Any, gradients: Any, *rest: Any) -> Any:
+    def backward(self, call, slot, inputs, gradients, *rest):
         uploaded = {address_of(part.tensor) for parts in gradients for part in parts if part.event is not None}
         found = real(self, call, slot, inputs, gradients, *rest)
         handed_on.extend(address_of(gradient) in uploaded for gradient in found if uploaded and gradient is not None)
@@ -106,21 +101,19 @@ def test_a_gradient_that_a_layer_hands_on_has_memory_of_its_own(monkeypatch: pyt
 
 # ------------------------------------------------------------------------------------- what is taken out shows
 
-Mutation = Callable[[pytest.MonkeyPatch], None]
 
-
-def without_wait(waits: str, of: str) -> Mutation:
+def without_wait(waits, of):
     """A stream, and what it no longer waits for."""
 
-    def mutate(patch: pytest.MonkeyPatch) -> None:
+    def mutate(patch):
         real_wait, real_record, recorded_by = CudaStream.wait, CudaStream.record, dict[Event, str]()
 
-        def record(self: CudaStream, *, timed: bool = False) -> CudaEvent:
+        def record(self, *, timed=False):
             event = real_record(self, timed=timed)
             recorded_by[event] = self.name
             return event
 
-        def wait(self: CudaStream, event: Event) -> None:
+        def wait(self, event):
             if not (f"-{waits}" in self.name and f"-{of}" in recorded_by.get(event, "")):
                 real_wait(self, event)
 
@@ -130,20 +123,20 @@ def without_wait(waits: str, of: str) -> Mutation:
     return mutate
 
 
-def without(owner: type, name: str) -> Mutation:
+def without(owner, name):
     return lambda patch: patch.setattr(owner, name, lambda *_: None)
 
 
-def _without_products_wait(patch: pytest.MonkeyPatch) -> None:
-    take_out(patch, "engine.carrying:download_parts", "stream.wait(home.compute.record())")
-
-
-MUTATIONS: dict[str, tuple[Mutation, str, Order]] = {
+MUTATIONS = {
     "outputs do not wait for compute": (without_wait("activations_down", "compute"), "cut", "idle"),
     "arrivals do not wait for memory": (without_wait("arrivals_up", "compute"), "carrying", "newest first"),
     "arrivals do not wait for another worker": (without_wait("arrivals_up", "activations_down"), "cut", "idle"),
     "chunks do not wait for each other": (without_wait("weights_up", "weights_up"), "cut", "idle"),
-    "products do not wait for compute": (_without_products_wait, "carrying", "idle"),
+    "products do not wait for compute": (
+        lambda patch: take_out(patch, "engine.carrying:download_parts", "stream.wait(home.compute.record())"),
+        "carrying",
+        "idle",
+    ),
     "copies do not keep their memory": (without(CudaStream, "keep"), "cut", "idle"),
     "compute does not keep memory": (without(CudaDevice, "free_after_compute"), "cut", "newest first"),
     "the host does not wait": (without(CudaEvent, "wait"), "cut", "idle"),
@@ -151,7 +144,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, Order]] = {
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_what_is_missing_shows(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_shows(what, monkeypatch):
     mutate, name, order = MUTATIONS[what]
     mutate(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):

@@ -4,28 +4,22 @@ A thread that waits while it holds the baton keeps all microbatches waiting, too
 waits in one place: it reads the losses that a step's microbatches have computed, as Lightning asks for the loss.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import ours, run
-from torch import Tensor
+from harness import Learner, ours, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from second_device import backend
-from second_device.backend import Wait
 
 STEADY = 4
 """The batch from which on nothing is new."""
@@ -36,27 +30,27 @@ class Listens(pl.Callback):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, patch: pytest.MonkeyPatch, waiting_s: float = 0.0) -> None:
+    def __init__(self, patch, waiting_s=0.0):
         self.waiting_s = waiting_s
         """How long a wait takes."""
-        self.waits: list[Wait] = []
-        self.holding: list[Wait] = []
+        self.waits = []
+        self.holding = []
         self._listening = False
         self._mine = threading.local()
         self._follow(patch)
 
-    def _follow(self, patch: pytest.MonkeyPatch) -> None:
+    def _follow(self, patch):
         sleep, acquire, release = Runner.sleep, Baton.acquire, Baton.release
 
-        def slept(runner: Runner) -> None:
+        def slept(runner):
             sleep(runner)
             self._mine.held = True
 
-        def acquired(baton: Baton, *args: Any) -> None:
+        def acquired(baton, *args):
             acquire(baton, *args)
             self._mine.held = True
 
-        def released(baton: Baton) -> None:
+        def released(baton):
             self._mine.held = False
             release(baton)
 
@@ -64,7 +58,7 @@ class Listens(pl.Callback):
         patch.setattr(Baton, "acquire", acquired)
         patch.setattr(Baton, "release", released)
 
-    def hear(self, wait: Wait) -> None:
+    def hear(self, wait):
         if self._listening and not (
             wait.thread == "MainThread" and "outputs.py" in str(wait) and re.search(r" joined(_loss)? <", str(wait))
         ):
@@ -73,20 +67,20 @@ class Listens(pl.Callback):
                 self.holding.append(wait)
             time.sleep(self.waiting_s)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._listening = batch_idx >= STEADY
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer, pl_module):
         self._listening = False
 
 
-def _tokens(count: int) -> list[dict[str, Tensor]]:
+def _tokens(count):
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(1, 64, (count, 4, 12), generator=generator)
     return [{"input_ids": batch, "labels": batch} for batch in words]
 
 
-def _task(count: int) -> tuple[Any, list[Any]]:
+def _task(count):
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
@@ -97,38 +91,34 @@ def _task(count: int) -> tuple[Any, list[Any]]:
 class Normed(torch.nn.Module):
     """Layers with running statistics, in training and frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(
             torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)) for _ in range(4)
         )
         self.head = torch.nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
-def _normed(count: int) -> tuple[Any, list[Any]]:
-    return zoo.PlainClassifier(Normed()), zoo.make_batches("mlp", count)
-
-
-TASKS: dict[str, Callable[[int], tuple[Any, list[Any]]]] = {
+TASKS = {
     "packaged task": _task,
-    "running statistics": _normed,
+    "running statistics": lambda count: (zoo.PlainClassifier(Normed()), zoo.make_batches("mlp", count)),
     "mlp": lambda count: (zoo.make_module("mlp"), zoo.make_batches("mlp", count)),
 }
 
 
-def _strategy(name: str) -> Any:
+def _strategy(name):
     if name != "running statistics":
         return ours(num_microbatches=2)
     plan = "forward 0-1; fused 2-4; backward 0-1; round 2"  # whose layers run again on the other device
     return ours(num_microbatches=2, layers=["Sequential", "Linear"], plan=plan)
 
 
-def _heard(name: str, patch: pytest.MonkeyPatch) -> Listens:
+def _heard(name, patch):
     torch.manual_seed(0)
     module, batches = TASKS[name](STEADY + 3)
     listens = Listens(patch)
@@ -137,7 +127,7 @@ def _heard(name: str, patch: pytest.MonkeyPatch) -> Listens:
     return listens
 
 
-def _told(waits: list[Wait]) -> str:
+def _told(waits):
     return "\n".join(sorted({str(wait)[:600] for wait in waits}))
 
 
@@ -145,45 +135,41 @@ QUICK = {"packaged task", "running statistics"}
 READS = pytest.mark.xfail(reason="transformers reads positions and masks on the device, in each forward", strict=True)
 
 
-def _marks(name: str) -> list[Any]:
+def _marks(name):
     return [*(() if name in QUICK else [pytest.mark.slow]), *([READS] if "packaged" in name else [])]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TASKS])
-def test_no_thread_waits(name: str, devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_waits(name, devices, monkeypatch):
     heard = _heard(name, monkeypatch)
     assert heard.holding == [], _told(heard.holding)
     assert heard.waits == [], _told(heard.waits)
 
 
-outside: defaultdict[int, float] = defaultdict(float)
+outside = defaultdict(float)
 """What user code sums up elsewhere than on modules, by layer."""
 
 
-class Reads(pl.LightningModule):
+class Reads(Learner, lr=0.01):
     """Reads numbers of the device between all of its layers, in all ways."""
 
-    def __init__(self, read: Callable[[Tensor], object]) -> None:
+    def __init__(self, read):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
         self.read = read
         self.total = 0.0
         outside.clear()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         h = batch["x"]
         for i, layer in enumerate(self.layers):
             h = layer(h).relu()
-            outside[i] += self.read(h.detach())  # type: ignore[operator]
+            outside[i] += self.read(h.detach())
         self.total += (h.detach() * 0 + 1).sum().item()
-        loss: Tensor = h.square().mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return h.square().mean()
 
 
-READ: dict[str, Callable[[Tensor], object]] = {
+READ = {
     "item": lambda h: h.sum().item(),
     "bool": lambda h: bool((h > 0.1).any()),
     "cpu": lambda h: h.cpu().numpy().sum().item(),
@@ -193,7 +179,7 @@ READ: dict[str, Callable[[Tensor], object]] = {
 FAST = {"item"}
 
 
-def _read(read: Callable[[Tensor], object], **options: Any) -> list[float]:
+def _read(read, **options):
     """What user code has summed up, the total first."""
     generator = torch.Generator().manual_seed(2)
     batches = [{"x": torch.randn(6, 8, generator=generator)} for _ in range(STEADY + 3)]
@@ -205,7 +191,7 @@ def _read(read: Callable[[Tensor], object], **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("way", [w if w in FAST else pytest.param(w, marks=pytest.mark.slow) for w in READ])
-def test_user_code_that_waits_gives_the_baton_on(way: str, devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_code_that_waits_gives_the_baton_on(way, devices, monkeypatch):
     """What it sums up meanwhile is all there: no other microbatch is in the same piece of code."""
     expected = _read(READ[way])
     listens = Listens(monkeypatch, waiting_s=0.003)

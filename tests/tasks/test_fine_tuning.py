@@ -1,12 +1,9 @@
 """What `roundpipe-train` does by itself: its first lines, and a demonstration that lives."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ from lightning_roundpipe.tasks.demonstration import prose, train_tokenizer
 pytestmark = pytest.mark.usefixtures("working_folder")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Any]:
+def run(monkeypatch, capfd, *arguments):
     """What ``roundpipe-train`` prints, and its summary."""
     monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
     train.main()
@@ -24,17 +21,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arg
     return out, json.loads((Path(out.splitlines()[-1]) / "summary.json").read_text())
 
 
-def header(out: str) -> dict[str, str]:
-    return dict(re.findall(r"^(\w+) +(.*)$", out.partition("Validation")[0], re.MULTILINE))
-
-
 @pytest.mark.slow
-def test_the_first_lines_say_what_will_happen(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_lines_say_what_will_happen(monkeypatch, capfd):
     given = ["experiment=random_tokens", "lora=all_linear", "lora.r=2", "trainer.max_steps=1", "prompt=null"]
     out, _ = run(monkeypatch, capfd, *given)
-    said = header(out)
+    said = dict(re.findall(r"^(\w+) +(.*)$", out.partition("Validation")[0], re.MULTILINE))
     assert said["run"] == "random_tokens"
     assert said["model"] == "a random llama"
     found = re.fullmatch(r"([\d,]+) of ([\d,]+) trained \(([\d.]+) %\): LoRA, rank 2", said["parameters"])
@@ -48,7 +39,7 @@ def test_the_first_lines_say_what_will_happen(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_demonstration_learns_words(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demonstration_learns_words(monkeypatch, capfd):
     _, summary = run(monkeypatch, capfd, "experiment=tiny")
     assert summary["val_loss_after"] < 0.6 * summary["val_loss_before"]
     known = set(re.findall(r"[a-z]+", " ".join(prose().values()).lower()))
@@ -59,7 +50,7 @@ def test_the_demonstration_learns_words(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert sum(word in known for word in guessed) < 0.8 * len(guessed)
 
 
-def test_the_demonstrations_text_is_plain_english() -> None:
+def test_the_demonstrations_text_is_plain_english():
     texts = prose()
     assert 100_000 < sum(map(len, texts.values())) < 300_000
     lines = [line for text in texts.values() for line in text.splitlines()]

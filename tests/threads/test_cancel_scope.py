@@ -1,11 +1,8 @@
 """Waiting for each other, and leaving together."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 from patience import join, start, until
@@ -14,7 +11,7 @@ from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
 
 
-def _after(first: CancelScope) -> CancelScope:
+def _after(first):
     second = CancelScope()
     second.follow(first)
     return second
@@ -23,13 +20,13 @@ def _after(first: CancelScope) -> CancelScope:
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failure_wakes_everybody() -> None:
+def test_a_failure_wakes_everybody():
     """The first one is kept, those who come to wait later leave as well, and devices are told once."""
-    told: list[str] = []
+    told = []
     cancel_scope = CancelScope(lambda: told.append(threading.current_thread().name))
-    left: list[type] = []
+    left = []
 
-    def wait() -> None:
+    def wait():
         try:
             cancel_scope.wait(Waiter())
         except Cancelled as error:
@@ -52,14 +49,14 @@ def test_a_failure_wakes_everybody() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_failure_at_any_moment_leaves_nobody_behind(seed: int) -> None:
+def test_a_failure_at_any_moment_leaves_nobody_behind(seed):
     """Between being registered and waiting, while being woken, or before: each thread leaves with `Cancelled`."""
     cancel_scope, drawn = CancelScope(), random.Random(seed)
     delays = [drawn.random() * 0.004 for _ in range(12)]
-    left: list[int] = []
+    left = []
 
-    def wait(delay: float, number: int) -> Callable[[], None]:
-        def run() -> None:
+    def wait(delay, number):
+        def run():
             time.sleep(delay)
             try:
                 cancel_scope.wait(Waiter())
@@ -75,7 +72,7 @@ def test_a_failure_at_any_moment_leaves_nobody_behind(seed: int) -> None:
     assert sorted(left) == list(range(12))
 
 
-def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round() -> None:
+def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round():
     first = CancelScope()
     second = _after(first)
     second.fail(ValueError("second"))
@@ -94,7 +91,7 @@ def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round()
     assert second.moved == 1
 
 
-def test_a_wait_whose_time_is_over_at_once_ends() -> None:
+def test_a_wait_whose_time_is_over_at_once_ends():
     """`SimpleQueue.get` of Python 3.11 waits for ever if its time is over before it sleeps."""
     for seconds in (0.0, 1e-9, 1e-7, 1e-6, 1e-5):
         for _ in range(500):
@@ -107,7 +104,7 @@ def test_a_wait_whose_time_is_over_at_once_ends() -> None:
     assert late.wait_for(60.0)
 
 
-def test_an_interrupt_takes_the_place_of_an_error_that_it_may_have_caused() -> None:
+def test_an_interrupt_takes_the_place_of_an_error_that_it_may_have_caused():
     scope = CancelScope()
     scope.fail(RuntimeError("the compiler was interrupted"))
     scope.fail(Cancelled())

@@ -1,11 +1,8 @@
 """Functions that another thread runs in place of a task thread."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +13,15 @@ from lightning_roundpipe.threads.task_thread import TaskThread
 
 
 @pytest.fixture
-def thread() -> Iterator[TaskThread]:
+def thread():
     thread = TaskThread("roundpipe-test")
     yield thread
     thread.stop()
     assert thread.join(time.monotonic() + 60)
 
 
-def test_what_is_submitted_during_a_turn_runs_after_it(thread: TaskThread) -> None:
-    order: list[str] = []
+def test_what_is_submitted_during_a_turn_runs_after_it(thread):
+    order = []
     assert thread.take_turn()
     task = thread.submit(lambda: order.append("task"))
     assert not task.waiter.wait_for(0.05)
@@ -35,18 +32,18 @@ def test_what_is_submitted_during_a_turn_runs_after_it(thread: TaskThread) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
-    inside: list[int] = []
+def test_one_function_at_a_time(seed, thread):
+    inside = []
     most = [0]
     submitted = threading.Event()
 
-    def function() -> None:
+    def function():
         inside.append(1)
         most[0] = max(most[0], len(inside))
         time.sleep(0)
         inside.pop()
 
-    def work(number: int) -> None:
+    def work(number):
         drawn = random.Random(100 * seed + number)
         for _ in range(100):
             if thread.take_turn():
@@ -60,7 +57,7 @@ def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
             time.sleep(drawn.random() * 0.0002)
 
     assert thread.take_turn()
-    threads = start(*(lambda number=number: work(number) for number in range(4)))  # type: ignore[misc]
+    threads = start(*(lambda number=number: work(number) for number in range(4)))
     assert submitted.wait(PATIENCE_S), "nobody submits while the turn is taken"
     thread.end_turn()
     join(threads)
@@ -70,12 +67,12 @@ def test_one_function_at_a_time(seed: int, thread: TaskThread) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
-def test_a_joined_thread_has_released_what_torch_kept_for_it() -> None:
+def test_a_joined_thread_has_released_what_torch_kept_for_it():
     """It is released after the thread's Python code, and aborts the process if the interpreter is finalized by then."""
-    released: list[int] = []
+    released = []
 
     class Kept:
-        def __del__(self) -> None:
+        def __del__(self):
             time.sleep(0.2)
             released.append(threading.get_ident())
 

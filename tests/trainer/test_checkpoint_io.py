@@ -1,20 +1,15 @@
 """Checkpoint files are whole or not there, whatever happens while one is written."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import faulty
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 from faulty import BATCHES, MODULE
@@ -32,19 +27,19 @@ SAME = [BATCHES[0]] * 4
 class Falls:
     """Something that is asked how it is to be saved, and raises."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         self.error = error
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise self.error
 
 
-def numbered(number: int) -> dict[str, Any]:
+def numbered(number):
     """A checkpoint of which each part says its number."""
     return {"number": number, "weights": torch.full((SIZE,), float(number)), "end": number}
 
 
-def number_of(path: Path) -> int:
+def number_of(path):
     """The number of the whole checkpoint at ``path``."""
     loaded = torch.load(path, weights_only=True)
     number = loaded["number"]
@@ -54,20 +49,20 @@ def number_of(path: Path) -> int:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     """Where a checkpoint is already."""
     WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "some.ckpt")
     return tmp_path / "some.ckpt"
 
 
-def files(path: Path) -> list[str]:
+def files(path):
     return sorted(file.name for file in path.parent.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------- one checkpoint
 
 
-def test_it_is_written_and_replaced(path: Path) -> None:
+def test_it_is_written_and_replaced(path):
     assert number_of(path) == 1
     WholeCheckpointIO().save_checkpoint(numbered(2), str(path))
     assert number_of(path) == 2
@@ -78,7 +73,7 @@ def test_it_is_written_and_replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("planted"), KeyboardInterrupt()])
-def test_an_exception_while_it_is_written(path: Path, error: BaseException) -> None:
+def test_an_exception_while_it_is_written(path, error):
     with pytest.raises(type(error)):
         WholeCheckpointIO().save_checkpoint(numbered(2) | {"falls": Falls(error)}, path)
     assert number_of(path) == 1
@@ -86,7 +81,7 @@ def test_an_exception_while_it_is_written(path: Path, error: BaseException) -> N
 
 
 @pytest.fixture
-def little_room() -> Iterator[None]:
+def little_room():
     """No file may become larger than this, as on a full disk."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -96,7 +91,7 @@ def little_room() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk(path: Path, little_room: None) -> None:
+def test_a_full_disk(path, little_room):
     """torch's error for one large tensor is that its file has an unexpected length."""
     many = {"weights": [torch.ones(1000) for _ in range(SIZE // 1000)]}
     for checkpoint in (numbered(2), many):
@@ -107,16 +102,16 @@ def test_a_full_disk(path: Path, little_room: None) -> None:
         assert files(path) == ["some.ckpt"]
 
 
-def test_it_goes_to_the_disk_before_its_name_does(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_to_the_disk_before_its_name_does(path, monkeypatch):
     """Or the machine may fail with the new name and without what belongs there."""
-    done: list[str] = []
+    done = []
     real_sync, real_replace = os.fsync, os.replace
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         real_sync(descriptor)
 
-    def replace(a: Path, b: Path) -> None:
+    def replace(a, b):
         done.append("replace")
         assert a.parent == b.parent, "another folder may be another disk, where a name is not changed but copied"
         real_replace(a, b)
@@ -127,7 +122,7 @@ def test_it_goes_to_the_disk_before_its_name_does(path: Path, monkeypatch: pytes
     assert done == ["some.ckpt" + UNFINISHED, "replace", path.parent.name]
 
 
-def test_a_requeued_job_goes_on_from_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeued_job_goes_on_from_a_whole_one(tmp_path, monkeypatch):
     """SLURM kills what is still saving. Lightning then looked for the checkpoint whose unfinished file was there."""
     trainer = trainer_of(max_steps=2, default_root_dir=tmp_path)
     trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
@@ -144,7 +139,7 @@ def test_a_requeued_job_goes_on_from_a_whole_one(tmp_path: Path, monkeypatch: py
     assert_same_weights(whole_run(3), module)
 
 
-def test_other_places_are_lightnings() -> None:
+def test_other_places_are_lightnings():
     import fsspec
 
     WholeCheckpointIO().save_checkpoint(numbered(3), "memory://somewhere/some.ckpt")
@@ -157,14 +152,14 @@ def test_other_places_are_lightnings() -> None:
 # ---------------------------------------------------------------------------------------------------------- in training
 
 
-def trainer_of(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+def trainer_of(*callbacks, **options):
     checkpointing = any(isinstance(c, Checkpoint) for c in callbacks)
     options = {"enable_checkpointing": checkpointing, "callbacks": list(callbacks)} | options
     return harness.trainer_of(faulty.strategy(), devices=2, **options)
 
 
 @pytest.mark.parametrize("where", ["loss backward", "optimizer"])
-def test_saving_when_something_failed(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_when_something_failed(tmp_path, where, monkeypatch):
     """Lightning's callback for that: the weights are those before the batch that failed, as in plain training.
 
     Or those after the step, if it is the optimizer's that raises when it is done: stepped layer by layer, it would be
@@ -187,14 +182,14 @@ def test_saving_when_something_failed(tmp_path: Path, where: str, monkeypatch: p
     harness.assert_tensors_same(saved[0]["state_dict"], saved[1]["state_dict"])
 
 
-def whole_run(steps: int) -> pl.LightningModule:
+def whole_run(steps):
     """What training for so many steps gives that nobody disturbs."""
     module = copy.deepcopy(MODULE)
     trainer_of(max_epochs=-1, max_steps=steps).fit(module, harness.loader(SAME))
     return module
 
 
-def assert_same_weights(a: pl.LightningModule, b: pl.LightningModule) -> None:
+def assert_same_weights(a, b):
     harness.assert_tensors_same(dict(a.state_dict()), dict(b.state_dict()), rtol=0.0, atol=1e-30)
 
 
@@ -206,8 +201,8 @@ class Recording(AsyncCheckpointIO):
     pass
 
 
-def test_what_the_user_chose_is_used() -> None:
-    def io_of(**options: Any) -> Any:
+def test_what_the_user_chose_is_used():
+    def io_of(**options):
         return harness.trainer_of(
             faulty.ours(**options.pop("strategy", {})), devices=2, **options
         ).strategy.checkpoint_io
@@ -225,11 +220,11 @@ def test_what_the_user_chose_is_used() -> None:
 
 
 @pytest.mark.parametrize("falls", [False, True])
-def test_saving_on_another_thread(tmp_path: Path, falls: bool) -> None:
+def test_saving_on_another_thread(tmp_path, falls):
     """What goes wrong there is raised when training ends, at the latest; engine and threads are gone all the same."""
     module = copy.deepcopy(MODULE)
     if falls:
-        module.on_save_checkpoint = lambda checkpoint: checkpoint.update(falls=Falls(faulty.Boom("planted")))  # type: ignore[method-assign]
+        module.on_save_checkpoint = lambda checkpoint: checkpoint.update(falls=Falls(faulty.Boom("planted")))
     checkpoints = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = trainer_of(checkpoints, plugins=[AsyncCheckpointIO()])
     if falls:

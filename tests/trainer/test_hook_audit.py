@@ -1,16 +1,11 @@
 """Hooks that may read weights or gradients between steps are found before training."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from lightning_roundpipe.callbacks.measurements import Measurements
@@ -22,7 +17,7 @@ from lightning_roundpipe.trainer.hook_audit import looks_at_weights, needs_gradi
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QUIET: dict[str, Any] = {
+QUIET = {
     "accelerator": "cpu",
     "devices": 1,
     "logger": False,
@@ -38,19 +33,19 @@ EVERY = sorted({*HOOKS, *hook_audit._WAITS_AT, "lr_scheduler_step"})
 class Plain(pl.LightningModule):
     """A module with nothing but what each has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.layer(batch).square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "interval": "step"}}
 
 
-def connected(module: pl.LightningModule, *given: Callback, **options: Any) -> pl.Trainer:
+def connected(module, *given, **options):
     """A trainer as it is when ``Strategy.on_train_start`` is called."""
     trainer = pl.Trainer(callbacks=list(given), **{**QUIET, **options})
     trainer.strategy.connect(module)
@@ -60,21 +55,21 @@ def connected(module: pl.LightningModule, *given: Callback, **options: Any) -> p
     return trainer
 
 
-def looks(*given: Callback, module: pl.LightningModule | None = None) -> dict[str, str]:
+def looks(*given, module=None):
     module = module or Plain()
     return looks_at_weights(connected(module, *given), module)
 
 
-def needs(*given: Callback, module: pl.LightningModule | None = None, **options: Any) -> str | None:
+def needs(*given, module=None, **options):
     module = module or Plain()
     trainer = connected(module, *given, **options)
     return needs_gradients(trainer, module, trainer.optimizers)
 
 
-def overriding(base: type, *hooks: str, away: Any = None, **names: Any) -> Any:
+def overriding(base, *hooks, away=None, **names):
     """An instance of a subclass of ``base`` that overrides ``hooks`` with functions that only pass on."""
 
-    def passing(hook: str) -> Callable[..., Any]:
+    def passing(hook):
         return lambda self, *args, **kwargs: getattr(super(kind, self), hook)(*args, **kwargs)
 
     said = {} if away is None else {hook_audit.PASSIVE_HOOKS: away}
@@ -82,22 +77,19 @@ def overriding(base: type, *hooks: str, away: Any = None, **names: Any) -> Any:
     return kind() if base is not callbacks.EarlyStopping else kind("loss")
 
 
-# -- the user's callbacks ----------------------------------------------------------------------------------------------
-
-
-def test_a_users_callback_looks() -> None:
+def test_a_users_callback_looks():
     for hook in HOOKS:
         assert looks(overriding(Callback, hook)) == {hook: "callback Mine"}
     given = callbacks.LambdaCallback(on_train_batch_end=lambda *_: None, on_fit_end=lambda *_: None)
     assert set(looks(given)) == {"on_train_batch_end", "on_fit_end"}
 
 
-def test_a_subclass_of_a_passive_callback_waits_until_it_is_declared() -> None:
+def test_a_subclass_of_a_passive_callback_waits_until_it_is_declared():
     assert set(looks(overriding(callbacks.EarlyStopping))) == {"on_train_epoch_end", "on_validation_end"}
     assert set(looks(overriding(callbacks.EarlyStopping, away=True))) == set()
 
 
-def test_a_class_speaks_for_itself_and_what_it_inherits() -> None:
+def test_a_class_speaks_for_itself_and_what_it_inherits():
     parent = type(overriding(Callback, "on_train_batch_end", "on_train_start", away=True))
     assert looks(overriding(parent)) == {}
     assert set(looks(overriding(parent, "on_train_start"))) == {"on_train_start"}, "the parent cannot know"
@@ -107,10 +99,10 @@ def test_a_class_speaks_for_itself_and_what_it_inherits() -> None:
     assert looks(overriding(silent, away=True)) == {}
 
 
-def test_callbacks_of_the_packaged_job_are_passive() -> None:
+def test_callbacks_of_the_packaged_job_are_passive():
     packaged = (Measurements(), ProgressLines(), RunFolder("."))
     trainer = connected(module := Plain())
-    trainer.callbacks = [*packaged]  # type: ignore[attr-defined]
+    trainer.callbacks = [*packaged]
     assert slowed_by(looks_at_weights(trainer, module)) is None
     assert needs_gradients(trainer, module, trainer.optimizers) is None
     for hook in (*EVERY, *WITHIN, *hook_audit._PARTS_OF_THE_STEP, "optimizer_step"):
@@ -118,10 +110,7 @@ def test_callbacks_of_the_packaged_job_are_passive() -> None:
             assert getattr(CausalLM, hook, None) is getattr(pl.LightningModule, hook, None)
 
 
-# -- modules, data modules, schedulers ---------------------------------------------------------------------------------
-
-
-def test_an_overridden_hook_of_the_module_looks() -> None:
+def test_an_overridden_hook_of_the_module_looks():
     for hook in (h for h in EVERY if hasattr(pl.LightningModule, h)):
         assert looks(module=overriding(Plain, hook)) == {hook: "Mine"}
         assert looks(module=overriding(Plain, hook, away=(hook,))) == {}
@@ -133,7 +122,7 @@ def test_an_overridden_hook_of_the_module_looks() -> None:
 class Strange(LRScheduler):
     """A scheduler that is not torch's."""
 
-    def get_lr(self) -> Any:
+    def get_lr(self):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
@@ -141,9 +130,9 @@ class Strange(LRScheduler):
     ("scheduler", "found"),
     [(lambda o: LambdaLR(o, lambda step: 1.0), {}), (Strange, {"lr_scheduler_step": "scheduler Strange"})],
 )
-def test_schedulers_that_are_not_torchs_count(scheduler: Callable[[Any], Any], found: dict[str, str]) -> None:
+def test_schedulers_that_are_not_torchs_count(scheduler, found):
     class Scheduled(Plain):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return [optimizer], [scheduler(optimizer)]
 
@@ -152,10 +141,7 @@ def test_schedulers_that_are_not_torchs_count(scheduler: Callable[[Any], Any], f
     assert needs(module=Scheduled()) is None
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_callback_within_the_step_needs_gradients() -> None:
+def test_a_callback_within_the_step_needs_gradients():
     for hook in WITHIN:
         declare = f"which may read weights or gradients {hook_audit.DECLARE}"
         assert needs(overriding(Callback, hook)) == f"callback Mine has {hook}, {declare}"
@@ -164,7 +150,7 @@ def test_a_callback_within_the_step_needs_gradients() -> None:
         assert needs(overriding(Callback, hook, away=(hook,))) is None
 
 
-def test_a_module_within_the_step_needs_gradients() -> None:
+def test_a_module_within_the_step_needs_gradients():
     for hook in (*WITHIN, "optimizer_step", *hook_audit._PARTS_OF_THE_STEP):
         a_part = hook in hook_audit._PARTS_OF_THE_STEP
         reason = needs(module=overriding(Plain, hook)) or ""
@@ -172,13 +158,13 @@ def test_a_module_within_the_step_needs_gradients() -> None:
         assert needs(module=overriding(Plain, hook, away=True)) == (reason if a_part else None)
 
 
-def test_anomaly_detection_needs_the_step_where_it_happens() -> None:
+def test_anomaly_detection_needs_the_step_where_it_happens():
     assert "detect_anomaly" in (needs(detect_anomaly=True) or "")
     with torch.autograd.set_detect_anomaly(True):
         assert "detect_anomaly" in (needs() or "")
 
 
-def test_manual_optimization_and_several_optimizers() -> None:
+def test_manual_optimization_and_several_optimizers():
     module = Plain()
     module.automatic_optimization = False
     assert needs(module=module) == "Plain has automatic_optimization=False"

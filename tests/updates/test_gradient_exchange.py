@@ -1,12 +1,8 @@
 """Gradients of two machines, threads here, are added up, and weights that one of them updates reach the other."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,23 +22,23 @@ MACHINES = 2
 class Work:
     """An operation of all machines, which happens when the last one has come to it."""
 
-    def __init__(self) -> None:
-        self.came: dict[int, tuple[Callable[[list[Tensor]], None], Tensor]] = {}
+    def __init__(self):
+        self.came = {}
         self.done = threading.Event()
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self.done.is_set()
 
 
 class Connected(Peers):
     """A machine whose operations are done in the memory of all of them."""
 
-    def __init__(self, rank: int, works: dict[tuple[str, int], Work], lock: threading.Lock) -> None:
-        liveness: Any = SimpleNamespace(name_of=lambda rank: f"machine {rank}")
+    def __init__(self, rank, works, lock):
+        liveness = SimpleNamespace(name_of=lambda rank: f"machine {rank}")
         super().__init__(rank, [f"machine {rank}" for rank in range(MACHINES)], liveness, {})
         self._works, self._lock, self._numbers = works, lock, {GRADIENTS: 0, WEIGHTS: 0}
 
-    def _join(self, group: str, tensor: Tensor, operation: Callable[[list[Tensor]], None]) -> Work:
+    def _join(self, group, tensor, operation):
         with self._lock:
             work = self._works.setdefault((group, self._numbers[group]), Work())
             self._numbers[group] += 1
@@ -52,24 +48,24 @@ class Connected(Peers):
                 work.done.set()
         return work
 
-    def start(self, operation: Any, tensor: Tensor, group: str, src: int = 0) -> Any:
-        def reduce(tensors: list[Tensor]) -> None:
+    def start(self, operation, tensor, group, src=0):
+        def reduce(tensors):
             total = torch.stack(tensors).sum(0) if operation is dist.all_reduce else tensors[src].clone()
             for each in tensors:
                 each.copy_(total)
 
         return self._join(group, tensor, reduce)
 
-    def deliver(self, tensor: Tensor, sources: Sequence[int], to: int, group: str) -> Any:
-        def bring(tensors: list[Tensor]) -> None:
+    def deliver(self, tensor, sources, to, group):
+        def bring(tensors):
             tensors[to].copy_(torch.cat([tensors[source] for source in sources]))
 
         return self._join(group, tensor, bring)
 
-    def wait(self, work: Any, label: str, *, bounded: bool = True) -> None:
+    def wait(self, work, label, *, bounded=True):
         assert work.done.wait(PATIENCE_S), label
 
-    def sum(self, tensor: Tensor, label: str, group: str = GRADIENTS, op: Any = None) -> Tensor:
+    def sum(self, tensor, label, group=GRADIENTS, op=None):
         self.wait(self.start(dist.all_reduce, tensor, group), label)
         return tensor
 
@@ -77,7 +73,7 @@ class Connected(Peers):
 class Machine:
     """A model of three buckets, the last of them frozen, and its exchange."""
 
-    def __init__(self, peers: Peers, **options: Any) -> None:
+    def __init__(self, peers, **options):
         torch.manual_seed(3)
         self.rank = peers.rank
         made = [torch.randn(4, 6), torch.randn(5), torch.randn(6, 3).t(), torch.randn(7), torch.randn(2)]
@@ -87,18 +83,18 @@ class Machine:
         self.buckets = [ParamBucket(i, some) for i, some in enumerate(([first, second], [third, fourth], [last]))]
         self.exchange = GradientExchange(peers, self.buckets, **options)
 
-    def gradients(self) -> dict[int, Tensor]:
+    def gradients(self):
         """Its own: the first machine has none of the second parameter, and no machine has any of the fourth."""
         generator = torch.Generator().manual_seed(self.rank)
         found = [torch.randn(m.shape, generator=generator, dtype=m.dtype) for m in self.masters[:3]]
         found[0] = found[0].t().contiguous().t()
         return {id(m): g for i, (m, g) in enumerate(zip(self.masters, found, strict=False)) if (self.rank, i) != (0, 1)}
 
-    def named(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+    def named(self, sums):
         """Sums by the position of their master."""
         return {i: sums[id(master)] for i, master in enumerate(self.masters) if id(master) in sums}
 
-    def step(self) -> dict[int, Tensor]:
+    def step(self):
         """Add this machine's gradients bucket by bucket, and return the sums that come."""
         mine, came = self.gradients(), list[tuple[ParamBucket, dict[int, Tensor]]]()
         self.exchange.begin()
@@ -109,7 +105,7 @@ class Machine:
         return self.named({key: gradient for _, sums in came for key, gradient in sums.items()})
 
 
-def on_all(job: Callable[[Machine], Any], **options: Any) -> tuple[list[Machine], list[Any]]:
+def on_all(job, **options):
     """What ``job`` gives on each machine, beside the other one."""
     works, lock = dict[tuple[str, int], Work](), threading.Lock()
     machines = [Machine(Connected(rank, works, lock), **options) for rank in range(MACHINES)]
@@ -117,18 +113,18 @@ def on_all(job: Callable[[Machine], Any], **options: Any) -> tuple[list[Machine]
         return machines, [found.result(PATIENCE_S) for found in [threads.submit(job, one) for one in machines]]
 
 
-def expected(machines: list[Machine]) -> dict[int, Tensor]:
+def expected(machines):
     first, second = (machine.named(machine.gradients()) for machine in machines)
     return {0: first[0] + second[0], 1: second[1], 2: first[2] + second[2]}
 
 
-def assert_equal(found: dict[int, Tensor], wanted: dict[int, Tensor]) -> None:
+def assert_equal(found, wanted):
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[i], wanted[i]) for i in wanted)
 
 
 @pytest.mark.parametrize("message", [2**25, 64])
-def test_all_machines_get_the_sums(message: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_machines_get_the_sums(message, monkeypatch):
     """In one message a bucket, or in more than may be on their way at once."""
     monkeypatch.setattr(gradient_exchange, "MESSAGE", message)
     machines, found = on_all(Machine.step)
@@ -136,7 +132,7 @@ def test_all_machines_get_the_sums(message: int, monkeypatch: pytest.MonkeyPatch
         assert_equal(sums, expected(machines))
 
 
-def test_gradients_travel_in_fewer_bits() -> None:
+def test_gradients_travel_in_fewer_bits():
     machines, found = on_all(Machine.step, dtype=torch.bfloat16)
     narrow, wide = machines[0].exchange.sent, on_all(Machine.step)[0][0].exchange.sent
     assert narrow == wide // 4
@@ -146,12 +142,10 @@ def test_gradients_travel_in_fewer_bits() -> None:
 
 
 @pytest.mark.parametrize("message", [2**25, 64])
-def test_an_owner_gets_the_sums_of_its_buckets_and_sends_their_weights(
-    message: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_owner_gets_the_sums_of_its_buckets_and_sends_their_weights(message, monkeypatch):
     monkeypatch.setattr(gradient_exchange, "MESSAGE", message)
 
-    def step(machine: Machine) -> dict[int, Tensor]:
+    def step(machine):
         exchange = machine.exchange
         exchange.set_asynchronous(True)
         sums = machine.step()
@@ -177,15 +171,15 @@ def test_an_owner_gets_the_sums_of_its_buckets_and_sends_their_weights(
         assert all(torch.equal(machine.masters[i].data, after) for machine in machines)
 
 
-def test_shared_out_state_needs_the_same_way_of_stepping_everywhere() -> None:
+def test_shared_out_state_needs_the_same_way_of_stepping_everywhere():
     """The errors name the setting with which each machine has all state."""
 
-    def differ(machine: Machine) -> None:
+    def differ(machine):
         machine.exchange.set_asynchronous(machine.rank == 0)
         with pytest.raises(RoundPipeError, match=r"on machine 1 a hook.*or set shard_optimizer=False"):
             machine.exchange.share(None)
 
-    def change(machine: Machine) -> None:
+    def change(machine):
         machine.exchange.refuse_rebuilding()
         machine.exchange.set_asynchronous(True)
         with pytest.raises(RoundPipeError, match="set shard_optimizer=False, or change the model before training"):

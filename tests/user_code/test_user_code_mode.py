@@ -1,27 +1,22 @@
 """The mode that is active in user code: stand-ins for masters, host tensors that follow, counted targets."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.batches.weights import TargetCounts
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.user_code.mode import UserCodeMode
 
 
-def mode(*masters: nn.Parameter, accelerator: str | None = None, devices: Any = ()) -> UserCodeMode:
+def mode(*masters, accelerator=None, devices=()):
     return UserCodeMode(
         {id(p) for p in masters}, lambda master: master, train=True, accelerator=accelerator, devices=devices
     )
 
 
-def test_gradients_of_masters_go_to_stand_ins() -> None:
+def test_gradients_of_masters_go_to_stand_ins():
     """Microbatches that added into one ``.grad`` would add in the order in which threads happen to run."""
     weight, bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
     user_code = mode(weight, bias)
@@ -32,11 +27,11 @@ def test_gradients_of_masters_go_to_stand_ins() -> None:
     assert grads[id(weight)].tolist() == [[2.0] * 3] * 3 and grads[id(bias)].tolist() == [2.0] * 3
 
 
-def logits() -> Tensor:
+def logits():
     return torch.zeros(4, 5, requires_grad=True)
 
 
-def counting() -> UserCodeMode:
+def counting():
     return UserCodeMode(set(), lambda master: master, train=True, accelerator=None, targets=TargetCounts())
 
 
@@ -53,7 +48,7 @@ def counting() -> UserCodeMode:
         (lambda x: F.cross_entropy(x.detach(), torch.tensor([1, 2, 3, 3])), []),
     ],
 )
-def test_counted_targets(loss: Callable[[Tensor], Tensor], count: list[float]) -> None:
+def test_counted_targets(loss, count):
     """Behind the returned loss, of whatever else is computed with it."""
     user_code = counting()
     with user_code:
@@ -67,7 +62,7 @@ def test_counted_targets(loss: Callable[[Tensor], Tensor], count: list[float]) -
 
 
 @pytest.mark.parametrize("other", [[1, 2, -100, 3], [1, -100, -100, 3]])
-def test_several_means_need_one_count(other: list[int]) -> None:
+def test_several_means_need_one_count(other):
     user_code, x = counting(), logits()
     with user_code:
         loss = F.cross_entropy(x, torch.tensor([1, -100, 2, 3])) + F.cross_entropy(x, torch.tensor(other))

@@ -5,8 +5,6 @@ Everything is random, seeded and built offline. Dropout is off, so that plain tr
 A new model is one function: ``@entry("name", make_batch, LightningModule class)`` on something that builds it.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,20 +1,14 @@
 """Hugging Face's language models."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from torch import nn
-
 from zoo.batches import VOCAB, causal_batch, classification_batch, seq2seq_batch
-from zoo.modules import CausalLM, Classifier, Seq2SeqLM, ZooModule
-from zoo.registry import BLOCKS, WIDTH, MakeBatch, entry
+from zoo.modules import CausalLM, Classifier, Seq2SeqLM
+from zoo.registry import BLOCKS, WIDTH, entry
 
 
-def hugging_face(name: str, batch: MakeBatch, module: type[ZooModule], model: str, config: Any, **options: Any) -> None:
+def hugging_face(name, batch, module, model, config, **options):
     """``model`` of transformers, with what its configuration's class is given."""
 
-    def build() -> nn.Module:
+    def build():
         import transformers
 
         kind = getattr(transformers, model)
@@ -23,7 +17,7 @@ def hugging_face(name: str, batch: MakeBatch, module: type[ZooModule], model: st
     entry(name, batch, module, **options)(build)
 
 
-TEXT: dict[str, Any] = {
+TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": 64,

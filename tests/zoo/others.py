@@ -1,24 +1,21 @@
 """Other architectures, of which one run each is compared: what was tried by hand stays tried."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from zoo import language
-from zoo.batches import VOCAB, Batch, causal_batch, classification_batch, image_batch, segmentation_batch
+from zoo.batches import VOCAB, causal_batch, classification_batch, image_batch, segmentation_batch
 from zoo.batches import seq2seq_batch as text_batch
 from zoo.modules import CausalLM, Classifier, PixelClassifier, PlainLM, Seq2SeqLM
 from zoo.plain import ResidualBlock
 from zoo.registry import WIDTH, entry
 
 TEXT = language.TEXT | {"intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 1}
-NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SEQ2SEQ: dict[str, Any] = {
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SEQ2SEQ = {
     "vocab_size": VOCAB,
     "d_model": WIDTH,
     "encoder_layers": 2,
@@ -90,7 +87,7 @@ SWIN_MODEL = "SwinForImageClassification"
 hugging_face("swin", image_batch, Classifier, SWIN_MODEL, SWIN | NO_DROPOUT | {"drop_path_rate": 0.0, "num_labels": 3})
 
 
-def speech_batch(generator: torch.Generator, samples: int, length: int) -> Batch:
+def speech_batch(generator, samples, length):
     labels = text_batch(generator, samples, length)["labels"]
     return {"input_features": torch.randn(samples, 8, 16, generator=generator), "labels": labels}
 
@@ -103,13 +100,13 @@ hugging_face("whisper", speech_batch, Seq2SeqLM, "WhisperForConditionalGeneratio
 
 
 class TorchTransformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.source, self.target = nn.Embedding(VOCAB, WIDTH), nn.Embedding(VOCAB, WIDTH)
         self.transformer = nn.Transformer(WIDTH, 4, 2, 2, 48, dropout=0.0, batch_first=True)
         self.head = nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
         h = self.transformer(self.source(ids), self.target(ids), tgt_mask=mask, src_key_padding_mask=ids == 0)
         return self.head(h)
@@ -121,7 +118,7 @@ entry("torch_transformer", causal_batch, PlainLM, other=True)(TorchTransformer)
 class BasicBlock(nn.Module):
     """As in a ResNet, in place wherever it can be."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, before, after, stride):
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
         self.norm = nn.BatchNorm2d(after)
@@ -129,20 +126,20 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.down = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.second(self.relu(self.norm(self.first(x))))
         h += self.down(x)
         return self.relu(h)
 
 
 class ResNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
         self.layers = nn.Sequential(BasicBlock(8, 8, 1), BasicBlock(8, 16, 2), BasicBlock(16, 16, 1))
         self.head = nn.Conv2d(16, 5, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.interpolate(self.head(self.layers(self.stem(x))), scale_factor=2.0)
 
 
@@ -152,14 +149,14 @@ entry("resnet", segmentation_batch, PixelClassifier, other=True, coupled=True)(R
 class Experts(nn.Module):
     """Experts that only some tokens reach, in an order and number that the data decide; some get none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.gate = nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList(ResidualBlock(WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         h = self.embed(ids)
         shares = self.gate(h).softmax(-1)
         best, out = shares.argmax(-1), torch.zeros_like(h)

@@ -1,10 +1,7 @@
 """The list of models: what each is built from, and how it is compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,13 +37,13 @@ class Entry:
     other: bool = False
 
 
-ENTRIES: dict[str, Entry] = {}
+ENTRIES = {}
 
 
-def entry(name: str, batch: MakeBatch, module: type[ZooModule], **options: Any) -> Callable[[Any], Any]:
+def entry(name, batch, module, **options):
     """Put a function that builds a model into the zoo."""
 
-    def put(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def put(build):
         ENTRIES[name] = Entry(build, batch, module, **options)
         return build
 
@@ -56,7 +53,7 @@ def entry(name: str, batch: MakeBatch, module: type[ZooModule], **options: Any) 
 LORA_SEED = 11
 
 
-def make_module(name: str, lora: bool = False, seed: int = 7) -> ZooModule:
+def make_module(name, lora=False, seed=7):
     """The module ``name``; the same call gives the same weights."""
     found = ENTRIES[name]
     if lora and not found.lora:
@@ -75,12 +72,12 @@ def make_module(name: str, lora: bool = False, seed: int = 7) -> ZooModule:
         return found.module(model)
 
 
-def make_batches(name: str, count: int = 3, samples: int = 6, seed: int = 3) -> list[Batch]:
+def make_batches(name, count=3, samples=6, seed=3):
     """``count`` different batches; every other one is shorter, as padding to the longest sample gives."""
     generator = torch.Generator().manual_seed(seed)
     return [ENTRIES[name].batch(generator, samples, 12 if i % 2 == 0 else 9) for i in range(count)]
 
 
-def make(name: str, lora: bool = False, samples: int = 6) -> tuple[ZooModule, Batch]:
+def make(name, lora=False, samples=6):
     """A module and one batch of ``samples``."""
     return make_module(name, lora), make_batches(name, 1, samples)[0]

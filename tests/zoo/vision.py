@@ -1,10 +1,8 @@
 """Models of images."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from zoo.batches import image_batch, segmentation_batch
 from zoo.modules import Classifier, PixelClassifier
@@ -12,7 +10,7 @@ from zoo.registry import BLOCKS, WIDTH, entry
 
 
 @entry("vit", image_batch, Classifier)
-def vit() -> nn.Module:
+def vit():
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
@@ -32,27 +30,27 @@ def vit() -> nn.Module:
 
 
 class ConvBlock(nn.Module):
-    def __init__(self, before: int, after: int) -> None:
+    def __init__(self, before, after):
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, padding=1)
         self.norm = nn.GroupNorm(2, after)
         self.second = nn.Conv2d(after, after, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.relu(self.second(F.relu(self.norm(self.first(x)))))
 
 
 class UNet(nn.Module):
     """Down and up again; each level on the way up is joined with the same level's output on the way down."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down = nn.ModuleList([ConvBlock(3, 8), ConvBlock(8, 12)])
         self.bottom = ConvBlock(12, 16)
         self.up = nn.ModuleList([ConvBlock(16 + 12, 12), ConvBlock(12 + 8, 8)])
         self.head = nn.Conv2d(8, 5, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         skips = []
         for block in self.down:
             skips.append(block(x))

@@ -1,8 +1,8 @@
-"""The figures in docs/large-models.md: what `roundpipe-plan` says of the models of the paper, beside its own figures.
+"""The figures in docs/estimates.md: what `roundpipe-plan` says of the models of the paper, beside its own figures.
 
-    .venv/bin/python docs/make_large_models.py          (about two minutes on two cores)
+    .venv/bin/python docs/make_paper_models.py          (about two minutes on two cores)
 
-Nothing between the marks on that page is written by hand. The plans are in docs/large-models.txt: a test takes
+Nothing between the marks on that page is written by hand. The plans are in docs/paper-plans.txt: a test takes
 them from there and computes all else.
 """
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from lightning_roundpipe.commands.plan_model import Outlook, look
 from lightning_roundpipe.commands.wish import Wish
 
-PAGE = Path(__file__).with_name("large-models.md")
-PLANS = PAGE.with_suffix(".txt")
-BEGIN, END = "<!-- figures: docs/make_large_models.py -->\n", "<!-- end of figures -->\n"
+PAGE = Path(__file__).with_name("estimates.md")
+PLANS = PAGE.with_name("paper-plans.txt")
+BEGIN, END = "<!-- figures: docs/make_paper_models.py -->\n", "<!-- end of figures -->\n"
 GIB = 2**30
 
 
@@ -30,8 +30,7 @@ class Row:
         name: the choice of conf/model.
         title: as people call it.
         sequences: of a step, each of 2048 tokens; four of them are a microbatch.
-        late, exact: tokens a second with updates one step late, and without.
-        longest: tokens.
+        late: tokens a second, with updates one step late.
         lora: the choice of conf/lora.
     """
 
@@ -39,8 +38,6 @@ class Row:
     title: str
     sequences: int
     late: int
-    exact: int
-    longest: int
     lora: str = "none"
 
     @property
@@ -68,11 +65,11 @@ class Row:
 
 
 ROWS = (
-    Row("qwen3_1_7b", "Qwen3-1.7B", 512, 65_417, 56_489, 73_000),
-    Row("llama3_1_8b", "Llama-3.1-8B", 256, 24_275, 18_888, 49_000),
-    Row("gpt_oss_20b", "GPT-OSS-20B", 128, 18_122, 12_549, 39_000),
-    Row("qwen3_32b", "Qwen3-32B", 128, 5_516, 4_164, 28_000),
-    Row("qwen3_235b_a22b", "Qwen3-235B-A22B, LoRA", 64, 1_820, 1_592, 31_000, "attention"),
+    Row("qwen3_1_7b", "Qwen3-1.7B", 512, 65_417),
+    Row("llama3_1_8b", "Llama-3.1-8B", 256, 24_275),
+    Row("gpt_oss_20b", "GPT-OSS-20B", 128, 18_122),
+    Row("qwen3_32b", "Qwen3-32B", 128, 5_516),
+    Row("qwen3_235b_a22b", "Qwen3-235B-A22B, LoRA", 64, 1_820, "attention"),
 )
 
 
@@ -81,50 +78,28 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ruler, *rows))
 
 
-def speed_row(row: Row, found: Outlook) -> list[str]:
-    plan = found.plan
-    cut = f"{len(plan.forward)} + 1 + {len(plan.backward)}"
-    return [
-        row.title,
-        f"{cut}, {plan.round_microbatches}",
-        f"{found.period_s:.1f}",
-        f"{found.tokens_per_s:,.0f}",
-        f"{row.late:,}",
-        f"{found.tokens_per_s / row.late:.2f}",
-        f"{found.longest.tokens:,}",
-        f"{row.longest:,}",
-    ]
+HEAD = ("model", "tokens/s", "paper", "ratio", "GiB of a worker", "GiB of the host", "page-locked")
 
 
-def memory_row(row: Row, found: Outlook) -> list[str]:
-    counts = found.parameters
+def cells(row: Row, found: Outlook) -> list[str]:
+    """A row of the table."""
     device, host = sum(i.nbytes for i in found.device_items), sum(i.nbytes for i in found.host_items)
     locked = sum(i.nbytes for i in found.host_items if i.locked)
     return [
         row.title,
-        f"{counts.trained + counts.frozen:,}",
-        f"{counts.trained:,}",
+        f"{found.tokens_per_s:,.0f}",
+        f"{row.late:,}",
+        f"{found.tokens_per_s / row.late:.2f}",
         f"{device / GIB:.1f}",
-        f"{max(stage.weight_bytes for stage in found.stages) / GIB:.2f}",
         f"{host / GIB:,.0f}",
         f"{locked / GIB:,.0f}",
     ]
 
 
-def section(row: Row, found: Outlook) -> str:
-    """The command, and what limits the longest sequence."""
-    limit = f"The longest sequence is limited by {found.longest.limited_by}."
-    return f"\n### {row.title}\n\n```\n{row.command}\n```\n\n{limit}\n"
-
-
 def figures(outlooks: Sequence[Outlook]) -> str:
     """All that is between the marks."""
-    pairs = list(zip(ROWS, outlooks, strict=True))
-    head = ("model", "stages, round", "s a step", "tokens/s", "paper", "ratio", "longest", "paper's")
-    speed = table(head, [speed_row(*pair) for pair in pairs])
-    head = ("model", "weights", "trained", "GiB of a worker", "of a stage's weights", "GiB of the host", "page-locked")
-    memory = table(head, [memory_row(*pair) for pair in pairs])
-    return f"\n{speed}\n{memory}{''.join(section(*pair) for pair in pairs)}\n"
+    rows = [cells(row, outlook) for row, outlook in zip(ROWS, outlooks, strict=True)]
+    return f"\n{table(HEAD, rows)}\n```\n{ROWS[3].command}\n```\n\n"
 
 
 def plans() -> list[str]:
