@@ -53,6 +53,8 @@ from lightning_roundpipe.trainer.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.trainer.evaluation_window import EvaluationWindow
 from lightning_roundpipe.trainer.lookahead import TRANSFER, TakenBatch, transfer_once
 from lightning_roundpipe.trainer.refusals import (
+    begin_run,
+    end_run,
     load_optimizer,
     refuse_accelerator,
     refuse_foreign_parameters,
@@ -390,6 +392,7 @@ class RoundPipeStrategy(SeveralMachines):
         assert self.parallel_devices
         kind = refuse_accelerator(self.root_device.type)
         refuse_scripted(module, kind)
+        begin_run(self)
         self._precision.device = kind
         self._precision.after_backward = self._sum_gradients if self._peers is not None else None
         self._seed = torch.initial_seed()
@@ -424,6 +427,7 @@ class RoundPipeStrategy(SeveralMachines):
 
     @interrupts_deferred()
     def _stop_engine(self) -> None:
+        end_run(self)
         stepping, self._stepping = self._stepping, None
         announcements, self._announcements = self._announcements, None
         if stepping is not None:

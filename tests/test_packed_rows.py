@@ -169,3 +169,16 @@ def test_a_cache_that_is_off_keeps_documents_apart(microbatches):
     harness.assert_same(
         run("auto", OwnStep(), usual), run(ours(num_microbatches=microbatches), OwnStep(), usual, devices=2)
     )
+
+
+def test_a_cache_that_the_call_asks_for_is_as_in_plain_training():
+    """The prompt's keys and values reach the rest of the row, and gradients the prompt."""
+
+    class Continues(OwnStep):
+        def training_step(self, batch, batch_idx):
+            prompt, rest = batch["tokens"][:, :5], batch["tokens"][:, 5:]
+            cache = self.model(input_ids=prompt, use_cache=True).past_key_values
+            return self.model(input_ids=rest, labels=rest, past_key_values=cache, use_cache=True).loss
+
+    batch = {"tokens": torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))}
+    harness.assert_same(run("auto", Continues(), batch), run(ours(num_microbatches=2), Continues(), batch, devices=2))

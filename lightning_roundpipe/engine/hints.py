@@ -24,7 +24,8 @@ class Hints:
     def of_settings(self, switched_off: Sequence[str]) -> None:
         """Hint: settings of the model that are off while it is trained."""
         for name in switched_off:
-            self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
+            wanted = " Pass use_cache=True in a call whose past_key_values are used." if name == "use_cache" else ""
+            self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.{wanted}")
 
     def of_one_microbatch(self, devices: int) -> None:
         """Hint: a step of one microbatch keeps one device busy at a time."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import textwrap
+import threading
+import weakref
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from numbers import Integral
@@ -19,6 +21,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -138,6 +141,7 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
     _refuse_without_values(module)
     if fitting:
         _refuse_shared_memory(module)
+        _refuse_inference_mode(module)
 
 
 def _refuse_parts(options: Options) -> None:
@@ -175,6 +179,46 @@ def _refuse_shared_memory(module: LightningModule) -> None:
                 f"parameters {one!r} and {other!r} share memory without being one parameter, and would be parted. Tie "
                 "them by assigning the same nn.Parameter to both, or clone one of them."
             )
+
+
+def _refuse_inference_mode(module: LightningModule) -> None:
+    if torch.is_inference_mode_enabled():
+        raise MisconfigurationException(
+            "training under torch.inference_mode(), in which nothing has gradients. Call Trainer.fit() outside of it."
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.is_inference():
+            raise MisconfigurationException(
+                f"parameter {name!r} was made under torch.inference_mode(), so it takes part in no backward pass. "
+                "Build the model outside of it, or under torch.no_grad()."
+            )
+
+
+_runs: weakref.WeakKeyDictionary[Strategy, threading.Thread] = weakref.WeakKeyDictionary()
+_choosing = threading.Lock()
+
+
+def begin_run(strategy: Strategy) -> None:
+    """Note that ``strategy`` runs on this thread until `end_run`.
+
+    Raises:
+        MisconfigurationException: another one runs on another thread. Both would replace the same functions of torch
+            and Lightning, and put each other's back.
+    """
+    thread = threading.current_thread()
+    with _choosing:
+        if any(other is not thread and other.is_alive() for other in _runs.values()):
+            raise MisconfigurationException(
+                "another thread of this process trains or evaluates with the roundpipe strategy already, and uses the "
+                "devices. Run one after the other, or each in a process of its own."
+            )
+        _runs[strategy] = thread
+
+
+def end_run(strategy: Strategy) -> None:
+    """Undo `begin_run`, if it was called."""
+    with _choosing:
+        _runs.pop(strategy, None)
 
 
 def refuse_plan(text: str, round_microbatches: int | None) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from harness import loader, ours, trainer_of
+from patience import PATIENCE_S
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
@@ -72,6 +75,40 @@ def _optimizing(parameters):
 class _AddsParameters(pl.Callback):
     def on_train_start(self, trainer, pl_module):
         trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def _in_inference_mode(*, builds):
+    def way(user):
+        with torch.inference_mode(builds):
+            module = zoo.PlainClassifier(mlp() if not builds else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)))
+        with torch.inference_mode(not builds):
+            user.fit(module)
+
+    return way
+
+
+class _Waits(pl.Callback):
+    def __init__(self):
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def on_train_start(self, *args):
+        self.began.set()
+        assert self.goes_on.wait(PATIENCE_S)
+
+
+def _on_two_threads(user):
+    waits = _Waits()
+    other = trainer_of(ours(), devices=2, max_steps=1, callbacks=[waits])
+    fit = functools.partial(other.fit, zoo.make_module("mlp"), loader(zoo.make_batches("mlp", 1)))
+    thread = threading.Thread(target=fit)
+    thread.start()
+    assert waits.began.wait(PATIENCE_S)
+    try:
+        user.fit()
+    finally:
+        waits.goes_on.set()
+        thread.join()
+        assert other.global_step == 1
 
 
 def _on_a_gpu(user):
@@ -305,6 +342,15 @@ MODULES = [
         (lambda user: user.fit(Manual(mlp(), create_graph=True)),)),
     Mistake(SECTION, "parameters on a GPU before training", "parameter '…' is on device cuda:0 already",
         "Build the model on the CPU (no .cuda(), no device_map)", (_on_a_gpu,)),
+    Mistake(SECTION, "`fit` under `torch.inference_mode()`",
+        "training under torch.inference_mode(), in which nothing has gradients",
+        "Call Trainer.fit() outside of it", (_in_inference_mode(builds=False),)),
+    Mistake(SECTION, "parameters that were made under `torch.inference_mode()`",
+        "parameter '…' was made under torch.inference_mode(), so it takes part in no backward pass",
+        "Build the model outside of it, or under torch.no_grad()", (_in_inference_mode(builds=True),)),
+    Mistake(SECTION, "two runs at a time, on two threads of a process",
+        "another thread of this process trains or evaluates with the roundpipe strategy already",
+        "Run one after the other, or each in a process of its own", (_on_two_threads,)),
     Mistake(SECTION, "weights that another library than bitsandbytes has quantised, in a tensor of its own",
         "the weights of '…' are in a format (…) that the roundpipe strategy cannot send to devices",
         "Take the model with weights in 16 bits", (_of_torchao, _gathered_in_fp8)),
