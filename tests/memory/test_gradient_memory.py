@@ -253,7 +253,7 @@ def test_gradients_in_flight_have_no_memory_while_masters_join(monkeypatch: pyte
 
 def test_room_that_is_found_is_taken(layer: Any) -> None:
     """Or the thread that has found it, and keeps all microbatches waiting, would wait for an update after all."""
-    pool = GradientPool(layer.device, limit=BYTES)
+    pool = GradientPool(layer.device, limit=BYTES, largest=BYTES)
     pool.draining = _Step()
     first, second = (HostGradSums(layer, GradientLayout(layer), pool) for _ in range(2))
     assert first.make_room() and not second.make_room()
