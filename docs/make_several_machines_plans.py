@@ -79,7 +79,7 @@ def shape_for(row: Row, machines: int, staleness: Staleness) -> ModelShape:
 def shared(shape: ModelShape, machines: int, staleness: Staleness) -> ModelShape:
     """The same model on more machines: the costs of its calls are the same."""
     other = copy(shape)
-    other.parameters = replace(shape.parameters, machines=machines, double_buffered=bool(staleness))
+    other._parameters = replace(shape._parameters, machines=machines, double_buffered=bool(staleness))
     return other
 
 

@@ -17,6 +17,7 @@ from lightning_roundpipe.commands.machines import choose_machine, read_machine
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
 from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.memory import process_bytes, system_bytes
 from lightning_roundpipe.planning.schedule import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,15 @@ def test_json_says_all_that_the_table_does(command):
     assert host["trained weights, fp32, with their working copy"] == 4 * weights
     assert host["gradients, fp32"] == 4 * weights
     assert host["AdamW's two moments, fp32"] == 8 * weights
+    assert host["the process itself: Python, PyTorch, CUDA"] == process_bytes(gpus=2)
+
+
+def test_a_plan_that_leaves_no_memory_to_the_operating_system_says_so(command: Any) -> None:
+    tiny = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=64", "search_seconds=0")
+    code, out, _ = command(*tiny, "host_memory=2GiB")
+    assert code == 0
+    assert f"There, plan with host_memory={(2**31 - system_bytes(2**31)) // 2**20}MiB." in " ".join(out.split())
+    assert "operating system" not in command(*tiny, "host_memory=3GiB")[1]
 
 
 def test_the_table_is_whole(command, monkeypatch):
