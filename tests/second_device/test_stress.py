@@ -148,4 +148,5 @@ def test_what_is_missing_shows(what, monkeypatch):
     mutate, name, order = MUTATIONS[what]
     mutate(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check(name, order)
+        for _ in range(5):  # how far the host runs ahead of the device is not the same each time
+            check(name, order)
