@@ -55,7 +55,7 @@ def test_json_says_all_that_the_table_does(command):
     assert host["the process itself: Python, PyTorch, CUDA"] == process_bytes(gpus=2)
 
 
-def test_a_plan_that_leaves_no_memory_to_the_operating_system_says_so(command: Any) -> None:
+def test_a_plan_that_leaves_no_memory_to_the_operating_system_says_so(command):
     tiny = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=64", "search_seconds=0")
     code, out, _ = command(*tiny, "host_memory=2GiB")
     assert code == 0
