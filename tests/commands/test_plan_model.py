@@ -201,7 +201,7 @@ def test_where_nothing_fits_that_is_said(command):
 def test_a_host_that_is_too_small_is_told_how_much_is_enough(command):
     """It is enough, and 1 MiB less is not."""
     options = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=256", "search_seconds=0", "microbatches=8")
-    code, out, _ = command(*options, "host_memory=1MiB", "format=json")
+    code, out, _ = command(*options, f"host_memory={process_bytes(gpus=2) + 2**20}", "format=json")
     [host] = [one for one in json.loads(out)["would_fit"] if set(one["changes"]) == {"host_memory"}]
     assert code == 1
     code, out, _ = command(*options, host["settings"], "format=json")
