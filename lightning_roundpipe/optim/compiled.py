@@ -8,11 +8,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from lightning_roundpipe.messages import warn
 
 _SOURCE = Path(__file__).with_name("packing.c")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
@@ -63,8 +64,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(
-        "Torch packs the weights and moments of the optimizer, which takes about twice as long as compiled code: "
-        f"{reason}. Install gcc, or set CC to a C compiler with OpenMP.",
-        stacklevel=2,
+    warn(
+        "roundpipe: torch packs the weights and moments of the optimizer, which takes about twice as long as compiled "
+        f"code: {reason}. Install gcc, or set CC to a C compiler with OpenMP."
     )
