@@ -98,8 +98,11 @@ class Engine:
         """
         bucket_stepper.PIECE, self._updates.optimizer.form = piece, form or "fp32"
         share = form is not None
+        self._updates.optimizer.release_masters()  # only masters that nothing else refers to share their memory
         for layer in self.layers:
             layer.weights.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {}, share=share)
+            assert all(flat.shares == share for flat in layer.weights.flats)
+        intraop_threads.release_intraop_threads()  # or two would make each other slow, as in training
         readiness = GradReadiness(self._buckets)
         batch = StepGradients(self._sums(), [], 1.0, readiness)
         batch.differentiated(1.0)
@@ -129,7 +132,7 @@ class Side:
     prepare: Callable[[], None] = lambda: None
 
     def seconds(self) -> float:
-        intraop_threads.release_intraop_threads()  # or two would make each other slow, as in training
+        intraop_threads.release_intraop_threads()
         self.prepare()
         time.sleep(IDLE)
         start = time.perf_counter()
