@@ -2,49 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.messages import warn
 
+Place = tuple[Tensor, int]
+"""A contiguous tensor, and the index of the first element that is meant."""
 _SOURCE = Path(__file__).with_name("packing.c")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
 
 
-def convert(name: str, length: int, *arguments: int | tuple[Tensor, int]) -> bool:
-    """Call a function of `packing.c`.
+_KINDS = ("join", "split", "load_bf16", "store_bf16", "load_int8", "store_int8")
+"""The functions of `packing.c`, in its order."""
+
+
+class _Pass(ctypes.Structure):
+    """``struct pass`` of `packing.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "length", "place")),
+        *((name, ctypes.c_void_p) for name in ("source", "also", "to", "beside")),
+    )
+
+
+class _Batch(threading.local):
+    passes: list[_Pass] | None = None
+
+
+_batch = _Batch()
+
+
+def convert(
+    name: str, length: int, source: Place, also: Place | None, to: Place, beside: Place | None = None, place: int = 0
+) -> bool:
+    """Make a pass of `packing.c`, or have the surrounding `together` make it.
 
     Args:
-        name: the function's name.
+        name: one of `_KINDS`.
         length: how many numbers it converts.
-        arguments: numbers; and for each pointer a contiguous tensor with the index of the first element.
+        source, also, to, beside: what it reads and writes. See there.
+        place: see there.
 
     Returns:
         False if there is no compiler, and nothing was done.
     """
-    if (library := _library()) is None:
+    if _compiled() is None:
         return False
-    library[name](ctypes.c_int64(length), torch.get_num_threads(), *map(_argument, arguments))
+    addresses = map(_address, (source, also, to, beside))
+    made = _Pass(_KINDS.index(name), length, place, *addresses)
+    if _batch.passes is None:
+        _run([made])
+    else:
+        _batch.passes.append(made)
     return True
 
 
-def _argument(value: int | tuple[Tensor, int]) -> ctypes.c_int64 | ctypes.c_void_p:
-    if isinstance(value, int):
-        return ctypes.c_int64(value)
-    tensor, first = value
-    return ctypes.c_void_p(tensor.data_ptr() + first * tensor.itemsize)
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Make all passes of the context at its end, at once. They must not read what another one writes."""
+    passes: list[_Pass] = []
+    _batch.passes = passes
+    try:
+        yield
+    finally:
+        _batch.passes = None
+    if passes:
+        _run(passes)
+
+
+def _run(passes: list[_Pass]) -> None:
+    function = _compiled()
+    assert function is not None, "there are passes"
+    function(torch.get_num_threads(), len(passes), (_Pass * len(passes))(*passes))
+
+
+def _address(place: Place | None) -> int | None:
+    return None if place is None else place[0].data_ptr() + place[1] * place[0].itemsize
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _compiled() -> Callable[..., Any] | None:
     """Compile `packing.c`, in 0.4 s. Nothing is kept for the next process, whose machine may be another one."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     try:
@@ -55,7 +105,7 @@ def _library() -> ctypes.CDLL | None:
             # Not linked to an OpenMP, so that it uses the one that torch has loaded, and that one's threads.
             for arguments in ([*_FLAGS, "-c", str(_SOURCE), "-o", unlinked], ["-shared", unlinked, "-o", library]):
                 subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True)
-            return ctypes.CDLL(library)
+            return ctypes.CDLL(library).convert
     except OSError as error:
         _warn(str(error))
     except subprocess.CalledProcessError as error:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.optim.compiled import together
 from lightning_roundpipe.optim.fused import DTYPES, lies_plain
 from lightning_roundpipe.optim.packed_moments import MOMENTS, Moment, moment_of
 from lightning_roundpipe.optim.split_masters import SplitTensor, piece, scratch
@@ -114,20 +115,22 @@ def step_part(groups: tuple[Mapping[str, Any], ...], row: KernelRow, gradient: T
     length = piece() if row.in_pieces else max(end - start, 1)
     for first in range(start, end, length):
         last = min(first + length, end)
-        if isinstance(parameter, SplitTensor):
-            numbers = parameter.join(first, last, scratch(0, last - first))
-        else:
-            numbers = parameter.view(-1)[first:last]
-        averages = [
-            a.view(-1)[first:last] if isinstance(a, Tensor) else a.load(first, last, scratch(1 + i, last - first))
-            for i, a in enumerate(row.averages)
-        ]
+        with together():
+            if isinstance(parameter, SplitTensor):
+                numbers = parameter.join(first, last, scratch(0, last - first))
+            else:
+                numbers = parameter.view(-1)[first:last]
+            averages = [
+                a.view(-1)[first:last] if isinstance(a, Tensor) else a.load(first, last, scratch(1 + i, last - first))
+                for i, a in enumerate(row.averages)
+            ]
         _call(group, [flat[first - start : last - start]], [numbers], [count], *([a] for a in averages))
-        if isinstance(parameter, SplitTensor):
-            parameter.split(first, last, numbers)
-        for average, stepped in zip(row.averages, averages, strict=True):
-            if not isinstance(average, Tensor):
-                average.store(first, last, stepped, number)
+        with together():
+            if isinstance(parameter, SplitTensor):
+                parameter.split(first, last, numbers)
+            for average, stepped in zip(row.averages, averages, strict=True):
+                if not isinstance(average, Tensor):
+                    average.store(first, last, stepped, number)
     if end == row.shape.numel():
         row.steps.copy_(count)
 

@@ -69,13 +69,13 @@ class Bf16Moment(NamedTuple):
         return self.packed.shape
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        if not convert("load_bf16", last - first, (self.packed, first), (out, 0)):
+        if not convert("load_bf16", last - first, (self.packed, first), None, (out, 0)):
             out.copy_(self.packed.view(-1)[first:last])
         return out
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
         start = (first + _STRIDE * (step + 7 * self.which)) % _TAKEN
-        if not convert("store_bf16", last - first, start, (numbers, 0), (self.packed, first)):
+        if not convert("store_bf16", last - first, (numbers, 0), None, (self.packed, first), place=start):
             numbers.view(torch.int32).add_(_noise(piece())[start : start + last - first]).bitwise_and_(_KEPT)
             self.packed.view(-1)[first:last].copy_(numbers)
 
@@ -99,8 +99,8 @@ class Int8Moment(NamedTuple):
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
         values, _ = _tables(self.signed)
-        places = (self.codes, first), (self.largest, first // BLOCK), (values, 0), (out, 0)
-        if convert("load_int8", last - first, *places):
+        codes, beside = (self.codes, first), (self.largest, first // BLOCK)
+        if convert("load_int8", last - first, codes, (values, 0), (out, 0), beside):
             return out
         torch.index_select(values, 0, self.codes.view(-1)[first:last].int(), out=out)
         whole = (last - first) // BLOCK * BLOCK
@@ -111,8 +111,8 @@ class Int8Moment(NamedTuple):
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
         _, nearest = _tables(self.signed)
-        places = (numbers, 0), (nearest, 0), (self.codes, first), (self.largest, first // BLOCK)
-        if convert("store_int8", last - first, *places):
+        codes, beside = (self.codes, first), (self.largest, first // BLOCK)
+        if convert("store_int8", last - first, (numbers, 0), (nearest, 0), codes, beside):
             return
         whole = (last - first) // BLOCK * BLOCK
         blocks = self.largest[first // BLOCK : -(-last // BLOCK)]

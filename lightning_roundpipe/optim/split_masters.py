@@ -68,7 +68,7 @@ class SplitTensor(NamedTuple):
 
     def split(self, start: int, end: int, numbers: Tensor) -> None:
         """Keep the fp32 ``numbers`` as numbers ``start`` to ``end``."""
-        if convert("split", end - start, (numbers, 0), (self.high, start), (self.low, start)):
+        if convert("split", end - start, (numbers, 0), None, (self.high, start), (self.low, start)):
             return
         rounded = scratch(-1, end - start)
         high = self.high[start:end]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_roundpipe.optim import compiled
+from lightning_roundpipe.optim import compiled, direct
 from lightning_roundpipe.optim.packed_moments import pack, unpacked
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
@@ -28,9 +28,9 @@ EDGES = (
 
 @pytest.fixture(autouse=True)
 def compile_again():
-    compiled._library.cache_clear()
+    compiled._compiled.cache_clear()
     yield
-    compiled._library.cache_clear()
+    compiled._compiled.cache_clear()
 
 
 def numbers():
@@ -54,8 +54,20 @@ def packed(values, form):
     return [*state.values(), *unpacked(state).values()]
 
 
+def stepped(values, form):
+    """A step of AdamW from halves and packed moments."""
+    halves = SplitTensor.of(values)
+    state = {"step": torch.tensor(3.0), "exp_avg": values / 7, "exp_avg_sq": values.square()}
+    pack(state, form)
+    [group] = torch.optim.AdamW([torch.zeros(1)], lr=1e-3).param_groups
+    row = direct.row_of(0, group, halves, values.shape, state)
+    assert row is not None
+    assert direct.step((group,), [row], [values / 3])
+    return [*halves, *state.values()]
+
+
 def without_compiler(monkeypatch):
-    compiled._library.cache_clear()
+    compiled._compiled.cache_clear()
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
 
 
@@ -66,7 +78,7 @@ def test_bits_are_those_of_torch(form, values, monkeypatch):
         return split(values) if form == "halves" else packed(values, form)
 
     mine = convert()
-    assert compiled._library() is not None
+    assert compiled._compiled() is not None
     without_compiler(monkeypatch)
     with pytest.warns(UserWarning, match="no C compiler was found. Install gcc"):
         theirs = convert()
@@ -77,7 +89,17 @@ def test_bits_are_those_of_torch(form, values, monkeypatch):
         assert torch.equal(one[there].signbit(), other[there].signbit())
 
 
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+def test_a_step_has_the_bits_of_torch(form, monkeypatch):
+    values = numbers()["small"]
+    mine = stepped(values, form)
+    without_compiler(monkeypatch)
+    with pytest.warns(UserWarning, match="no C compiler"):
+        theirs = stepped(values, form)
+    assert all(map(torch.equal, mine, theirs))
+
+
 def test_a_compiler_that_fails_is_named(monkeypatch):
     monkeypatch.setenv("CC", "false")
     with pytest.warns(UserWarning, match="false failed: .*set CC"):
-        assert not compiled.convert("join", 0)
+        assert not compiled.convert("join", 0, (numbers()["small"], 0), None, (numbers()["small"], 0))
