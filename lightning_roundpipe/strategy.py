@@ -427,7 +427,12 @@ class RoundPipeStrategy(SeveralMachines):
 
     @interrupts_deferred()
     def _stop_engine(self) -> None:
-        end_run(self)
+        try:
+            self._close_engine()
+        finally:
+            end_run(self)  # last: until then, functions of torch and Lightning are replaced
+
+    def _close_engine(self) -> None:
         stepping, self._stepping = self._stepping, None
         announcements, self._announcements = self._announcements, None
         if stepping is not None:

@@ -36,7 +36,7 @@ class SlowBlock(zoo.ResidualBlock):
 
 def test_statistics_of_a_layer_that_is_used_twice(said, monkeypatch):
     """Calls in different stages would come in another order: then there is no plan, or the plan given is refused."""
-    monkeypatch.setattr(planner, "partition_within", lambda costs, *_, **__: Plan.per_call(len(costs.calls), 3))
+    monkeypatch.setattr(planner, "partition_within", lambda problem, *_: Plan.per_call(len(problem.costs), 3))
     with seeded(7):
         module = zoo.PlainClassifier(NormedTwice())
     batches = zoo.make_batches("batch_norm")

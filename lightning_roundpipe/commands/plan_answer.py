@@ -90,12 +90,14 @@ def _facts(found: Outlook) -> list[str]:
         host = found.shape.hardware.host_memory
         left, system = host - total(found.host_items), system_bytes(host)
         if left < system:
-            unit, name = _unit(host - system)
-            lines.append(
+            text = (
                 f"Leaves {left / 2**30:,.2f} GiB of the host to the operating system, which takes about "
-                f"{system / 2**30:,.1f} where {size_text(host)} are installed. There, plan with "
-                f"host_memory={max(0, host - system) // unit}{name}."
+                f"{system / 2**30:,.1f} where {size_text(host)} are installed."
             )
+            if host > system:
+                unit, name = _unit(host - system)
+                text += f" There, plan with host_memory={(host - system) // unit}{name}."
+            lines.append(text)
         if (rate := found.data_parallel_tokens_per_s or 0.0) > _FASTER * found.tokens_per_s:
             way = 'plain training (strategy="auto")' if found.workers == 1 else 'data parallelism (strategy="ddp")'
             lines.append(

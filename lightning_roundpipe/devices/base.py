@@ -197,8 +197,10 @@ class Device(ABC):
 
     def free(self, buffer: Tensor) -> None:
         """Free an arena, the tensor that `allocate` returned. Work that uses it must be done."""
-        arena, purpose = self._arenas.pop(buffer.untyped_storage()._cdata, (None, ""))
+        key = buffer.untyped_storage()._cdata
+        arena, purpose = self._arenas.get(key, (None, ""))
         assert arena is buffer, f"this is not an arena of device {self.index}, or not any more"
+        del self._arenas[key]
         self._freed(arena, purpose)
 
     @abstractmethod

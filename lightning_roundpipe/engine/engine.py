@@ -375,10 +375,11 @@ class Engine:
         for device in devices:
             device.follow_caller()
         if self._settings is None:
-            around = self._settings = contextlib.ExitStack()
-            self.hints.of_settings(around.enter_context(without_caches(self.model.module)))
-            around.enter_context(devices[0].step_settings())
-            around.enter_context(observed_writes())
+            with contextlib.ExitStack() as around:
+                self.hints.of_settings(around.enter_context(without_caches(self.model.module)))
+                around.enter_context(devices[0].step_settings())
+                around.enter_context(observed_writes())
+                self._settings = around.pop_all()
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
@@ -459,9 +460,10 @@ class Engine:
         """Let the next step compute with what user code has seen or written within this window. Then submit the update.
 
         With staleness 1, the next step computes with the weights from before that update. The window's uploads are
-        over: `settle` has waited for them.
+        over: `settle` has waited for them. Of several machines, one alone may have looked, and all must send as much.
         """
-        if self._looked_at and self.updates is not None and self.updates.staleness:
+        alone = self.context.exchange is None
+        if alone and self._looked_at and self.updates is not None and self.updates.staleness:
             self._sync_weights(newest=False)
 
     def _sync_weights(self, *, newest: bool) -> None:

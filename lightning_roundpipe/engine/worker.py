@@ -58,21 +58,35 @@ class GradientSender(TaskThread):
             with self.device.compute.running():  # who closes a slot may be on another device
                 gradients.narrow()
             end = self.device.compute.record()
-            before = any(not other.gradients.leaving(call).is_set for other in slot.gradients.after)
-            waits = before or not gradients.host.make_room()
-            self._in_order(functools.partial(self._send, slot, call, gradients, end, waits=waits), waits=waits)
+            # Room only in turn: others that come before may need it, and give it back only when they have had theirs.
+            self._in_order(
+                functools.partial(self._send, slot, call, gradients, end),
+                functools.partial(self._has_room, slot, call, gradients),
+            )
 
-    def _in_order(self, work: Callable[[], None], *, waits: bool) -> None:
-        """Run ``work`` here if it need not wait and nothing comes before it, else on the sending thread."""
-        if waits or not self.take_turn():
-            self.submit(work)
+    @staticmethod
+    def _has_room(slot: Slot, call: int, gradients: DeviceGradSums) -> bool:
+        """Take room for gradients, if that waits for nothing."""
+        before = any(not other.gradients.leaving(call).is_set for other in slot.gradients.after)
+        return not before and gradients.host.make_room()
+
+    def _in_order(self, work: Callable[[bool], None], ready: Callable[[], bool]) -> None:
+        """Run ``work`` here if nothing comes before it and it is ``ready``, else on the sending thread.
+
+        ``work`` is given whether it has to wait itself.
+        """
+        if not self.take_turn():
+            self.submit(lambda: work(True))
             return
         try:
-            work()
+            if ready():
+                work(False)
+            else:
+                self.submit(lambda: work(True))
         finally:
             self.end_turn()
 
-    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event, *, waits: bool) -> None:
+    def _send(self, slot: Slot, call: int, gradients: DeviceGradSums, end: Event, waits: bool) -> None:
         scope = slot.spec.scope
         try:
             if scope.failed:
@@ -100,7 +114,7 @@ class GradientSender(TaskThread):
         """
         memory.last = slot.gradients.sent
         end = self.device.compute.record()
-        self._in_order(functools.partial(self._free_place, slot, memory, end, pending), waits=bool(pending))
+        self._in_order(lambda waits: self._free_place(slot, memory, end, pending), lambda: not pending)
 
     def _free_place(self, slot: Slot, memory: SlotMemory, end: Event, pending: list[int]) -> None:
         try:

@@ -90,31 +90,37 @@ def _run(passes: list[_Pass]) -> None:
 
 
 def _address(place: Place | None) -> int | None:
-    return None if place is None else place[0].data_ptr() + place[1] * place[0].itemsize
+    if place is None:
+        return None
+    tensor, first = place
+    assert tensor.is_cpu and tensor.is_contiguous(), "a pass goes through host memory in order"
+    return tensor.data_ptr() + first * tensor.itemsize
 
 
 @functools.cache
 def _compiled() -> Callable[..., Any] | None:
     """Compile `packing.c`, in 0.4 s. Nothing is kept for the next process, whose machine may be another one."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
-    try:
-        if compiler is None:
-            raise OSError("no C compiler was found")
-        with tempfile.TemporaryDirectory() as folder:
-            unlinked, library = os.path.join(folder, "packing.o"), os.path.join(folder, "packing.so")
-            # Not linked to an OpenMP, so that it uses the one that torch has loaded, and that one's threads.
-            for arguments in ([*_FLAGS, "-c", str(_SOURCE), "-o", unlinked], ["-shared", unlinked, "-o", library]):
-                subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True)
-            return ctypes.CDLL(library).convert
-    except OSError as error:
-        _warn(str(error))
-    except subprocess.CalledProcessError as error:
-        _warn(f"{compiler} failed: {error.stderr.strip()}")
+    failures = ["no C compiler was found"]
+    for name in (os.environ.get("CC", "cc"), "gcc", "clang"):
+        if (compiler := shutil.which(name)) is not None:
+            try:
+                return _compiled_by(compiler)
+            except subprocess.CalledProcessError as error:
+                failures.append(f"{compiler} failed: {error.stderr.strip()}")
+            except OSError as error:
+                failures.append(f"{compiler} failed: {error}")
+    warn(
+        "roundpipe: torch packs the weights and moments of the optimizer, which takes about twice as long as compiled "
+        f"code: {failures[-1]}. Install gcc, or set CC to a C compiler with OpenMP."
+    )
     return None
 
 
-def _warn(reason: str) -> None:
-    warn(
-        "roundpipe: torch packs the weights and moments of the optimizer, which takes about twice as long as compiled "
-        f"code: {reason}. Install gcc, or set CC to a C compiler with OpenMP."
-    )
+def _compiled_by(compiler: str) -> Callable[..., Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        unlinked, library = os.path.join(folder, "packing.o"), os.path.join(folder, "packing.so")
+        # Not linked to an OpenMP, so that it uses the one that torch has loaded, and that one's threads.
+        for arguments in ([*_FLAGS, "-c", str(_SOURCE), "-o", unlinked], ["-shared", unlinked, "-o", library]):
+            subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True, errors="replace")
+        function: Callable[..., Any] = ctypes.CDLL(library).convert
+        return function

@@ -215,7 +215,7 @@ def load(optimizer: Optimizer, saved: Mapping[str, Any], form: str) -> None:
     for parameter, state in list(optimizer.state.items()):
         if not isinstance(state, dict):
             continue
-        state.update({name: value.packed for name, value in state.items() if isinstance(value, _Kept)})
+        state.update({name: value.packed.contiguous() for name, value in state.items() if isinstance(value, _Kept)})
         if parameter.dtype is not torch.float32 or (before := form_of(state)) == form:
             continue  # torch's own moments of a bf16 parameter are bf16, too
         if before != FP32:

@@ -20,7 +20,6 @@ import inspect
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
@@ -124,7 +123,7 @@ class PartialOptimizer:
         prepared = self._laid_out is not None and self._laid_out[0] is hyperparameters
         rows = self._laid_out[1] if self._laid_out is not None and prepared else {}
         self._copy_state(self._mapped & gradients.keys())
-        rows |= self._lay_out(hyperparameters, gradients.keys() - rows.keys(), begin=True)
+        rows |= self._lay_out(hyperparameters, [key for key in gradients if key not in rows], begin=True)
         mine = list(map(rows.get, gradients))
         if direct.step(hyperparameters.groups, mine, gradients.values()):
             return
@@ -241,13 +240,13 @@ class PartialOptimizer:
                 f"and {cls} keeps a {type(value).__name__} in state[p][{name!r}]. Set optimizer_device='cpu'."
             )
 
-    def steps_parts(self, hyperparameters: Hyperparameters, keys: AbstractSet[int]) -> bool:
+    def steps_parts(self, hyperparameters: Hyperparameters, keys: Sequence[int]) -> bool:
         """Return, within `prepared`, whether `step_part` can step all masters of ``keys``, which have gradients."""
         if self._laid_out is None or self._laid_out[0] is not hyperparameters:
             return False
         rows = self._laid_out[1]
-        rows |= self._lay_out(hyperparameters, keys - rows.keys(), begin=True)
-        return keys <= rows.keys()
+        rows |= self._lay_out(hyperparameters, [key for key in keys if key not in rows], begin=True)
+        return all(key in rows for key in keys)
 
     def step_part(self, hyperparameters: Hyperparameters, key: int, gradient: Tensor, start: int, end: int) -> None:
         """Step elements ``start`` to ``end`` of one master. Call it part by part, the last part last.

@@ -24,7 +24,7 @@ class LossScale:
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
-        self._example = torch.optim.SGD([torch.zeros((), dtype=torch.float32)])
+        self._example = torch.optim.SGD([torch.zeros((), dtype=torch.float32, device="cpu")])
         """Its gradient tells the scaler whether those of a step were finite."""
 
     def now(self) -> float:
@@ -34,7 +34,7 @@ class LossScale:
     def update(self, *, finite: bool) -> None:
         """Update the scale after a step as ``GradScaler.update`` does. The step was skipped if not ``finite``."""
         self._example.param_groups[0]["params"][0].grad = torch.full(
-            (), 0.0 if finite else math.inf, dtype=torch.float32
+            (), 0.0 if finite else math.inf, dtype=torch.float32, device="cpu"
         )
         self._scaler.unscale_(self._example)
         self._scaler.update()

@@ -315,7 +315,7 @@ class BucketStepper:
         ):
             return False
         keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
-        if not step.partial_optimizer.steps_parts(values, set(keys)):
+        if not step.partial_optimizer.steps_parts(values, keys):
             return False
         self.applying = True
         masters = {id(master): master for master in bucket.masters}

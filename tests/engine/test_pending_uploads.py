@@ -14,6 +14,7 @@ from torch import nn
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.engine.worker import GradientSender
@@ -85,6 +86,33 @@ def test_a_place_that_sends_nothing_is_free_behind_what_computes(monkeypatch):
         computed.settle(None)
         region.last_use.wait()
     finally:
+        sender.stop()
+        sender.join()
+        device.close()
+
+
+def test_gradients_behind_others_take_no_room():
+    """Those that come before may need it, and what waits behind them would give it back only after them."""
+    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+    sender, before, asked, scope = GradientSender(device), Waiter(), [], CancelScope()
+
+    def make_room(cancel_scope=None):
+        asked.append(cancel_scope)
+        raise InterruptedError
+
+    gradients = SimpleNamespace(present=[True], narrow=lambda: None, host=SimpleNamespace(make_room=make_room))
+    slot = SimpleNamespace(
+        gradients=SimpleNamespace(on_worker={0: gradients}, after=[]), spec=SimpleNamespace(scope=scope)
+    )
+    try:
+        sender.submit(before.wait)
+        sender.send(slot, [0])
+        assert not asked
+        before.wake()
+        assert sender.fence().wait_for(10)
+        assert asked == [scope]
+    finally:
+        before.wake()
         sender.stop()
         sender.join()
         device.close()

@@ -99,7 +99,12 @@ def test_a_step_has_the_bits_of_torch(form, monkeypatch):
     assert all(map(torch.equal, mine, theirs))
 
 
-def test_a_compiler_that_fails_is_named(monkeypatch):
+def test_another_compiler_is_tried(monkeypatch):
     monkeypatch.setenv("CC", "false")
+    assert compiled._compiled() is not None
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch):
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: "false")
     with pytest.warns(UserWarning, match="false failed: .*set CC"):
         assert not compiled.convert("join", 0, (numbers()["small"], 0), None, (numbers()["small"], 0))

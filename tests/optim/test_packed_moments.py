@@ -10,7 +10,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
-from lightning_roundpipe.optim.packed_moments import BLOCK, Bf16Moment, Int8Moment, dynamic_map, form_of, pack, unpacked
+from lightning_roundpipe.optim.packed_moments import (
+    BLOCK,
+    Bf16Moment,
+    Int8Moment,
+    dynamic_map,
+    form_of,
+    load,
+    pack,
+    unpacked,
+)
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 
 
@@ -240,3 +249,13 @@ def test_the_dynamic_map_is_that_of_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     for signed in (True, False):
         assert torch.allclose(dynamic_map(signed), functional.create_dynamic_map(signed), atol=1e-7)
+
+
+def test_moments_of_other_strides_are_loaded_in_order():
+    parameter = nn.Parameter(torch.zeros(8, 4))
+    optimizer = torch.optim.AdamW([parameter])
+    moment = torch.arange(32.0).view(8, 4).bfloat16()
+    turned = moment.t().contiguous().t()
+    state = {"step": torch.tensor(1.0), "exp_avg": turned, "exp_avg_sq": turned.clone()}
+    load(optimizer, {**optimizer.state_dict(), "state": {0: state}}, "bf16")
+    assert torch.equal(unpacked(optimizer.state[parameter])["exp_avg"], moment.float())
