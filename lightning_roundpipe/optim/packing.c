@@ -12,6 +12,8 @@
 #define BLOCK 256
 #define SMALLEST 0x00800000 /* the smallest normal fp32 number */
 
+/* A conversion of `length` numbers by function number `kind` of KINDS. `source` and `also` are read, `to` is written,
+   and `beside` is read or written, as the function says. */
 struct pass {
     int64_t kind, length, place;
     const void *source, *also;
@@ -42,7 +44,7 @@ static inline uint32_t noise(uint32_t place) {
     return x ^ x >> 8;
 }
 
-/* From the upper halves of numbers, and what they lack. */
+/* `source`: upper halves; `also`: lower halves; `to`: numbers. */
 static void join(const struct pass *pass, int64_t start, int64_t end) {
     const uint16_t *restrict high = pass->source;
     const int16_t *restrict low = pass->also;
@@ -51,6 +53,7 @@ static void join(const struct pass *pass, int64_t start, int64_t end) {
         numbers[i] = ((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i];
 }
 
+/* `source`: numbers; `to`: upper halves; `beside`: lower halves. */
 static void split(const struct pass *pass, int64_t start, int64_t end) {
     const uint32_t *restrict numbers = pass->source;
     uint16_t *restrict high = pass->to;
@@ -70,7 +73,7 @@ static void load_bf16(const struct pass *pass, int64_t start, int64_t end) {
         numbers[i] = (uint32_t)packed[i] << 16;
 }
 
-/* `place`: of the first number's noise. */
+/* `place`: of the first number in the sequence of noise. */
 static void store_bf16(const struct pass *pass, int64_t start, int64_t end) {
     const uint32_t *restrict numbers = pass->source;
     uint16_t *restrict packed = pass->to;
