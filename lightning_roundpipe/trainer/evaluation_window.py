@@ -30,6 +30,7 @@ from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.evaluation import Batch
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
+from lightning_roundpipe.user_code.module_state import unobserved
 
 
 class EvaluationWindow:
@@ -72,7 +73,8 @@ class EvaluationWindow:
                 self._pipeline.show(run)
                 if not self._flights:
                     self.end()
-                repeat_logs([run.logs])  # [3]
+                with unobserved():  # Lightning copies the lists of a metric, as if to another device
+                    repeat_logs([run.logs])  # [3]
                 return self._pipeline.result(run)
         except BaseException:
             self.end()
