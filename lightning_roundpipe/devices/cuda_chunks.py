@@ -28,12 +28,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_roundpipe.devices.abort import AbortSwitch
-from lightning_roundpipe.devices.base import Event, check_copy
-from lightning_roundpipe.devices.copy_priority import MAX_WAIT_S, MIN_CHUNK_BYTES, chunks
+from lightning_roundpipe.devices.base import MAX_WAIT_S, Event, check_copy, chunks
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream, GpuEvent
-from lightning_roundpipe.devices.queued import QueuedStream
-from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.devices.queued import QueuedStream, ThreadEvent
+from lightning_roundpipe.devices.waiter import AbortSwitch
+
+MIN_CHUNK_BYTES = 1 << 16
+"""Smallest chunk. Launching a smaller copy takes longer than the copy."""
 
 IN_FRONT = 2
 """Most chunks that activations wait for."""

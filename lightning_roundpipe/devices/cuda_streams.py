@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event, Stream, check_copy
+from lightning_roundpipe.devices.waiter import AbortSwitch
 
 CLOCK_PERIOD = 10.0
 """Seconds after which `EventClock` is set again. CUDA returns float32 milliseconds, exact to 1 µs for 16 s."""

@@ -11,9 +11,9 @@ from fake_cuda import FakeEvent, FakeStream
 from patience import PATIENCE_S, join, start
 
 from lightning_roundpipe.devices import StreamAborted
-from lightning_roundpipe.devices.copy_priority import MAX_WAIT_S, MIN_CHUNK_BYTES
+from lightning_roundpipe.devices.base import MAX_WAIT_S
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.cuda_chunks import QueuedEvent
+from lightning_roundpipe.devices.cuda_chunks import MIN_CHUNK_BYTES, QueuedEvent
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
 
 RATE = 2 * MIN_CHUNK_BYTES / MAX_WAIT_S
