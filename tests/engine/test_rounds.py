@@ -11,7 +11,7 @@ from patience import until
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.devices.queued import ThreadEvent
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
