@@ -45,7 +45,6 @@ from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
@@ -59,8 +58,8 @@ class ManualSlots(StepSlots):
         trained: which of a layer's parameters are trained, by layer and use: ``toggle_optimizer`` changes that.
     """
 
-    def __init__(self, context: Context, spec: StepSpec, readiness: GradReadiness) -> None:
-        super().__init__(context, spec, None, readiness)
+    def __init__(self, context: Context, spec: StepSpec) -> None:
+        super().__init__(context, spec)
         self.trained: dict[tuple[int, int], tuple[bool, ...]] = {}
 
     def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
@@ -90,11 +89,12 @@ class ManualStep(Step):
 
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
         super().__init__(
-            context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, shares_state=False, plan=None
-        )
+            context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, shares_state=False, plan=None,
+            measures=False,
+        )  # fmt: skip
 
     def _make_slots(self) -> ManualSlots:
-        return ManualSlots(self.context, self.spec, self.readiness)
+        return ManualSlots(self.context, self.spec)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> ManualMicrobatch:
         assert isinstance(self.slots, ManualSlots)

@@ -255,7 +255,7 @@ class Worker:
             self._share(slot, present)
         if slot.weights.place is None:
             weights = 0 if slot.weights.shares else sum(layer.weights.nbytes for layer in slot.layers)
-            needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
+            needed = weights + sum(host.layout.nbytes for host in slot.gradients.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
                 self._unbind()
                 with memory.lock:
@@ -281,7 +281,7 @@ class Worker:
             slot.report_upload(layer, upload.end)
 
     def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
-        sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
+        sums = {call: s for call, s in slot.gradients.sums.items() if s.layout.nbytes}
         if not sums:
             return
         assert slot.weights.place is not None

@@ -28,7 +28,7 @@ from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.engine import Engine
-from lightning_roundpipe.engine.evaluation import Batch
+from lightning_roundpipe.engine.evaluation_batches import Batch
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 
