@@ -133,7 +133,7 @@ class Evaluations:
         with self._failing():
             self._context.pool.wait_for(batch.ended, flight.scope)
             flight.scope.check()
-            for event in batch.done:
+            for event in batch.result.computed:
                 event.wait()
         self._see(flight, batch.index + 1)
 
@@ -148,7 +148,7 @@ class Evaluations:
     def show(self, batch: Batch) -> None:
         """Let hooks find what ``batch`` has left, and no batch run user code until the next `wait_for` [3]."""
         with self._failing():
-            self._give_turn(batch.attributes)
+            self._give_turn(batch.sections.attributes)
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -178,12 +178,12 @@ class Evaluations:
     def result(self, batch: Batch) -> Any:
         """Return what the step of ``batch`` has returned, or raise what it has raised."""
         apply_context(batch.around)
-        error, batch.failure = batch.failure, None  # the traceback refers to the batch
+        error, batch.result.error = batch.result.error, None  # the traceback refers to the batch
         try:
             if error is not None:
                 self._before = None  # its calls are not all that its kind makes
                 raise error
-            return batch.output
+            return batch.result.output
         finally:
             del error
 
@@ -224,7 +224,7 @@ class Evaluations:
         batch = flight.last
         if before is None or batch is None or self._kind == ():
             return
-        if batch.exclusive or batch.failure or flight.scope.failed:
+        if batch.exclusive or batch.result.error or flight.scope.failed:
             return
         calls = batch.layer_calls.trace.calls
         if calls and not before.has_moved and not any(map(_needs_exclusive, calls)):

@@ -30,13 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.arguments import collect, is_box
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import CallingThread
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
@@ -196,6 +195,9 @@ class _Weights(WeightGuard):
             layer.check.snapshot()
         super().check(layer)
 
+    def called(self, call: LayerCall) -> bool:
+        return self.writes
+
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
         """Return a copy of a parameter of another module for a layer on ``device``."""
         return self.context.model.values(master).to(device)
@@ -215,24 +217,19 @@ class Batch(CallingThread):
 
     Attributes:
         exclusive: whether it has done what only a batch alone may do [3].
-        done: ends of what it has enqueued on devices.
         around: the context variables of its step.
     """
 
     weights: _Weights
 
     def __init__(self, flight: Flight, slots: StepSlots, index: int, before: Batch | None) -> None:
-        self._flight, self._before = flight, before.ended if before is not None else None
-        self.attributes = AttributeView(flight.shared)
-        sections = UserSections(Turns(flight.context, slots, slots.all, index, 1), self.attributes, self._before)
+        self._flight = flight
+        turns, behind = Turns(flight.context, slots, slots.all, index, 1), before.ended if before is not None else None
+        sections = UserSections(turns, AttributeView(flight.shared), behind)
         sections.phase = "evaluation"
         weights = _Weights(sections, self.make_exclusive)
         super().__init__(LayerCalls(sections, weights, []), before.sections.begun if before is not None else None)
-        self.logs = LogRecorder(flight.context.pool.devices)
-        self.output: Any = None
         self.exclusive = False
-        self.failure: BaseException | None = None
-        self.done: list[Event] = []
         self.around = contextvars.copy_context()
         self._seen: defaultdict[int, list[Any]] = defaultdict(list)
         """Lists, dicts and objects that each layer has got."""
@@ -241,17 +238,18 @@ class Batch(CallingThread):
 
     def _run(self, function: Callable[[], Any]) -> None:
         with working(self), self.spec.thread_state.entered(), self.weights.mode:
-            self.output = self.sections.run(function)
+            self.result.output = self.sections.run(function)
             with torch._C.DisableTorchFunction():
                 for bucket in self.context.model.buckets if self.weights.writes else ():
                     bucket.refresh()
-            self.attributes.end()
+            assert self.sections.attributes is not None
+            self.sections.attributes.end()
             used = {call.worker for call in self.layer_calls.trace.calls}
-            self.done = [self.context.pool.devices[worker].compute.record() for worker in used]
+            self.result.computed = [self.context.pool.devices[worker].compute.record() for worker in used]
 
     def _fail(self, error: BaseException, predecessors: Sequence[Any]) -> None:
         if not isinstance(error, Cancelled):
-            self.failure = error
+            self.result.error = error
 
     def _end(self) -> None:
         """End behind the batches before."""
@@ -270,8 +268,8 @@ class Batch(CallingThread):
         self.turns.release()
         self.sections.exit()
         self.sections.release_successors()
-        if self._before is not None:
-            self.context.pool.baton.wait(self._before.then)
+        if self.sections.behind is not None:
+            self.context.pool.baton.wait(self.sections.behind.then)
 
     # -- what a batch does alone --------------------------------------------------------------------------------------
 
@@ -327,8 +325,7 @@ class Batch(CallingThread):
         result = self.layer_calls.call(layer, args, kwargs)
         if seen.sets_attributes and not known:  # batches that are started from now on would not find these in order
             self._flight.close()
-        if self.weights.writes and self.turns.device is not None:
-            self.turns.device.weights_up.synchronize()
+        if self.weights.writes:
             layer.bucket.join()
         return result
 

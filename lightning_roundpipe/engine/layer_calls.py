@@ -155,6 +155,8 @@ class LayerCalls:
             ]
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, keep_graph=keeps, carries=carries)
+            if self.weights.called(call):
+                worker.wait_for_upload(slot, call.layer)
             if call.output_kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.inputs.saved = list(map(activations.save, tensors, homes))
             if call.reconnect is None:

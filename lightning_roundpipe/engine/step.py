@@ -175,8 +175,8 @@ class Step:
             self.before = None
             self.spec.scope.unfollow()
         for microbatch in self.microbatches:
-            if microbatch.result.computed is not None and not self.spec.scope.failed:
-                microbatch.result.computed.wait()
+            for event in microbatch.result.computed if not self.spec.scope.failed else ():
+                event.wait()
 
     def _wait_for_end(self) -> None:
         """Wait until all microbatches have ended; then all slots are closed [3]."""

@@ -128,6 +128,10 @@ class StepSlots:
             known = self.sums[key] = self._context.gradients.begin(layer, key[1:], own_sums=self._own_sums)
         return known if known.layout.nbytes else None
 
+    def sums_of_call(self, call: LayerCall, microbatch: int | None) -> HostGradSums | None:
+        """Return those of a call that has a slot of its own."""
+        return self.sums_of(call.layer, call.use, microbatch)
+
 
 class Turns:
     """The way of one microbatch through the slots: whose turn it has, and which device its tensors are on.
@@ -222,7 +226,7 @@ class Turns:
 
     def for_backward(self, call: LayerCall, worker: int) -> Slot:
         """Return a slot for the backward of one call."""
-        sums = self.slots.sums_of(call.layer, call.use, self.microbatch if self.round else None)
+        sums = self.slots.sums_of_call(call, self.microbatch if self.round else None)
         return self.slots.on_demand("backward", call, worker, sums)
 
     @contextlib.contextmanager

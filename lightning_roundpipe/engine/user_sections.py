@@ -39,7 +39,7 @@ class UserSections:
 
     Args:
         attributes: its view of modules; None if the step has no other microbatch.
-        behind: what the last section waits for, the one without a turn; None: nothing.
+        behind: what the last section, which has no turn, waits for; None: nothing.
 
     Attributes:
         phase: "forward", "backward" once the loss is there, or "evaluation".
@@ -52,7 +52,7 @@ class UserSections:
 
     def __init__(self, turns: Turns, attributes: AttributeView | None, behind: Signal | None = None) -> None:
         self.turns, self.context, self.spec = turns, turns.context, turns.slots.spec
-        self.attributes, self._behind = attributes, behind
+        self.attributes, self.behind = attributes, behind
         self.phase = "forward"
         self.last, self.number = "before the first layer", -1
         self.begun = Signal()
@@ -83,9 +83,9 @@ class UserSections:
     def enter(self, section: int | None = None) -> None:
         """Enter the next section [1], or ``section`` again."""
         context, spec, turns = self.context, self.spec, self.turns
-        if self._behind is not None and not turns.ended_early:
+        if self.behind is not None and not turns.ended_early:
             turns.release()
-            context.pool.baton.wait(self._behind.then)
+            context.pool.baton.wait(self.behind.then)
         if turns.predecessor_progress is not None and self.phase != "backward":
             turns.wait_for(turns.predecessor_progress, turns.next + 1)
         for bucket in context.learned.read_by_user_code:
@@ -230,6 +230,13 @@ class WeightGuard:
         layer.check.snapshot()
         self.sections.turns.outside.add(layer.index)
         self._written = [master for master in self._written if not any(master is other for other in mine)]
+
+    def called(self, call: LayerCall) -> bool:
+        """Note a call. Return whether user code behind it may write to its weights, so that its upload has to end.
+
+        If a backward follows, it may not.
+        """
+        return not (self.spec.several or call.output_kinds)
 
     def check_after(self) -> None:
         """Check for writes to weights after ``training_step`` has returned."""

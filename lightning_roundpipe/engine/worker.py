@@ -335,6 +335,12 @@ class Worker:
                 event.wait()
         self.device.compute.wait(event)
 
+    def wait_for_upload(self, slot: Slot, layer: HostLayer) -> None:
+        """Have the host wait until the upload of ``layer``, which is enqueued, is over."""
+        if not (end := slot.weights.uploads[layer.index].end).done():
+            with GivenUp(self._baton):
+                end.wait()
+
     def wait_for_copies(self) -> None:
         """Have the compute stream wait for the last call's copies to the host, so that one call's take memory."""
         before, self.copying = self.copying, []

@@ -67,7 +67,7 @@ class EvaluationWindow:
                 if run is None:
                     return self._engine.evaluate(getattr(self._module, name), *args, kind=self._kind)
                 self._pipeline.wait_for(run)  # [2]
-                if self._rolls and run.failure is None:
+                if self._rolls and run.result.error is None:
                     self._fill(self._size)
                 self._pipeline.show(run)
                 if not self._flights:
