@@ -16,7 +16,7 @@ pytestmark = [
 ]
 ORDINARY = [
     "test_logging.py", "test_manual.py", "test_gradients_between_steps.py", "test_evaluation.py", "test_hooks.py",
-    "test_evaluation_gradients.py", "test_recipes.py", "test_momentum_teachers.py",
+    "test_evaluation_gradients.py", "test_recipes.py",
 ]  # fmt: skip
 """Files of ordinary tests for devices that are not the host."""
 CHOSEN = "not are_busy and not at_once and (not test_recipes or 4-3)"
