@@ -17,7 +17,7 @@ _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
 
 _SETTINGS = (
-    "lora", "precision", "staleness", "reduce_dtype", "optimizer_state", "gradient_clip_val", "partitioner",
+    "lora", "precision", "staleness", "reduce_dtype", "optimizer_state", "gradient_clip_val",
     "max_positions",
 )  # fmt: skip
 _SIZES = ("workers", "microbatches", "microbatch_size", "sequence_length")
@@ -143,8 +143,6 @@ def _notes(found: Outlook) -> list[str]:
         f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
         f"{reduced}.",
     ]
-    if wish.like_paper:
-        lines.append("Predicted is the paper's library, under its plan and with its times (partitioner=paper).")
     lines += [f"Assumed {text}" for text in found.assumed]
     if wish.precision.endswith("-mixed"):
         lines.append(

@@ -30,7 +30,7 @@ from lightning_roundpipe.planning.pipeline import SimulatedRun, run_steps
 from lightning_roundpipe.planning.problem import Host, Problem
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.search import paper_plan, search_partition
+from lightning_roundpipe.planning.search import search_partition
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory for a worker, as in training without ``memory_budget``."""
@@ -97,15 +97,13 @@ class Trial:
     @cached_property
     def problem(self) -> Problem:
         wish, memory = self.wish, memory_of(self.wish, self.shape.hardware)
-        searches = not wish.like_paper and wish.search_seconds > 0  # else few layers are fused, whatever the memory
+        searches = wish.search_seconds > 0  # else few layers are fused, whatever the memory
         rules = replace(self.shape.rules(wish.staleness, wish.network), memory=memory)
         found = Problem.usual(
             self.costs, self.workers, self.microbatches, memory if searches else None, rules, host_of(self.shape)
         )
-        found = replace(found, memory=memory, side_by_side=not wish.like_paper)
-        lowest = min(found.min_round, wish.max_round or self.microbatches)
-        most = min(found.host_round(), wish.max_round or self.microbatches)
-        return replace(found, min_round=lowest, max_round=max(lowest, most))
+        found = replace(found, memory=memory, side_by_side=True)
+        return replace(found, max_round=max(found.min_round, found.host_round()))
 
     @cached_property
     def smallest(self) -> Plan:
@@ -115,7 +113,7 @@ class Trial:
         """
         problem, cut = self.problem, smallest_within(self.problem)
         plans, whole = [cut], Plan.per_call(len(self.costs), self.microbatches)
-        if self.wish.max_round is None and problem.fits(whole):
+        if problem.fits(whole):
             plans.append(whole)
         plans += [problem.keeping_least(plan) for plan in plans]
         smallest = min(plans, key=lambda plan: total(problem.host_items(plan)))
@@ -135,8 +133,6 @@ class Trial:
             plan.validate(costs.layers)
         elif not problem.has_room_for(self.smallest):
             return None
-        elif wish.like_paper:
-            plan = paper_plan(problem)
         else:
             turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
             judged = max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns)
@@ -227,7 +223,7 @@ class Outlook(Trial):
     def data_parallel_tokens_per_s(self) -> float | None:
         """Tokens a second of data parallelism, at best; None if a GPU cannot hold the model, or without an estimate."""
         wish, memory, machine = self.wish, self.problem.memory, self.shape.hardware
-        if wish.like_paper or wish.machines > 1 or machine.kinds or not isinstance(memory, int):
+        if wish.machines > 1 or machine.kinds or not isinstance(memory, int):
             return None
         size = self.microbatch_size
         seconds = data_parallel_s(
@@ -353,7 +349,7 @@ def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
         return pair[0].judge(pair[1]) / (pair[0].microbatch_size * pair[0].microbatches)
 
     best, plan = min(found, key=seconds)  # of equal ones, the largest size
-    if len(trials) > 1 and not best.wish.like_paper and (longer := best.best(1 - part * len(found))) is not None:
+    if len(trials) > 1 and (longer := best.best(1 - part * len(found))) is not None:
         return min((best, plan), (best, longer), key=seconds)
     return best, plan
 

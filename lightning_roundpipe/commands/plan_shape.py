@@ -24,6 +24,7 @@ from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.tiles import tiled
+from lightning_roundpipe.planning.updates import adamw_bytes
 
 USUAL_LENGTH = 2048
 """Tokens of a sequence without ``sequence_length``, if the model has that many positions."""
@@ -40,10 +41,6 @@ USUAL_TILE = 1024
 class ModelShape:
     """A model on the meta device, with estimates for a machine. Layers are cut to fit into ``memory`` bytes of each
     worker.
-
-    With ``wish.like_paper``, costs are those of the paper's library: the loss takes no longer than the output layer's
-    products, the host issues the operations of one expert after another and keeps the inputs of each layer, and without
-    staleness the optimizer begins when backward is over.
 
     Raises:
         ValueError: model, adapters and packed weights do not fit each other, or ``max_positions`` asks for no more.
@@ -102,8 +99,7 @@ class ModelShape:
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
             any(weight.dim() == 3 for weight in self._packed), wish.machines, wish.optimizer_state,
             shares=wish.precision.startswith(("bf16", "fp8")) and not wish.staleness and wish.machines == 1,
-            # An optimizer that clips or unscales needs all gradients first.
-            by_layer=not (wish.precision.startswith("16-") or wish.gradient_clip_val),
+            by_layer=not wish.updates_at_once,
         )  # fmt: skip
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
@@ -145,19 +141,14 @@ class ModelShape:
         without_logits = lean_logits(self._module) if self._lean else nullcontext()
         with without_logits, tiled(self._tiled, tile_shapes):
             calls = self._estimate(device, input_ids=tokens, labels=tokens)
-        if self._wish.like_paper:
-            head = self._estimate(device, input_ids=tokens)[-1]
-            last = replace(calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
-            calls = tuple(replace(call, recomputable=()) for call in (*calls[:-1], last))
         if (nbytes := self._reduced_bytes) is None:
             return Costs(calls)
         return Costs(calls).map(lambda c: replace(c, reduced_bytes=c.gradient_bytes * nbytes // GRADIENT_BYTES))
 
     def _estimate(self, device: Hardware, **batch: Tensor) -> tuple[CallCost, ...]:
         return estimate_costs(
-            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self._wish.like_paper,
-            fp8=self._wish.precision == "fp8",
-        ).calls  # fmt: skip
+            self._module, self._layers, batch, device, packed=self._packed, fp8=self._wish.precision == "fp8"
+        ).calls
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
         """Return the times of the host, of copies, of updates and of the network, if there is one (bytes a second)."""
@@ -166,9 +157,10 @@ class ModelShape:
         if network is not None:
             share = MASTER_BYTES / GRADIENT_BYTES  # fp32 weights are sent to all machines
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
-        copy_bytes = 0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes
-        blocking = self._wish.like_paper and not staleness
-        return machine.rules(staleness, copy_bytes, self._reduced_bytes, blocking=blocking, network=between)
+        clips, working = self._wish.gradient_clip_val is not None, self.parameters.working_bytes
+        traffic = adamw_bytes(self.parameters.optimizer_state, working, self._reduced_bytes, scales=clips)
+        at_once = self._wish.updates_at_once
+        return machine.rules(staleness, traffic, at_once=at_once, network=between)
 
 
 def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lightning_roundpipe.commands.command_line import Reader, Settings, one_of, positive, seconds, whole, yes_or_no
 from lightning_roundpipe.config import (
@@ -85,12 +85,8 @@ class Wish:
     gradient_clip_val: float | None = _option("norm that gradients are clipped to", "N", positive)
 
     plan: str | None = _option("judge this one: 'forward 0-3; ...'", "TEXT", group="plan")
-    partitioner: Literal["search", "paper"] = _option(
-        "search, or paper: predict the paper's library", "NAME", one_of("search", "paper"), "search"
-    )
     search_seconds: float = _option(f"longest (default: {SEARCH_SECONDS:g})", "N", seconds, SEARCH_SECONDS)
 
-    max_round: int | None = None
     lora_settings: Settings = ()
     model_settings: Settings = ()
 
@@ -100,24 +96,19 @@ class Wish:
         known = {item.name for item in fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         wish = cls(**given, model_settings=settings["model"], lora_settings=settings["lora"])
-        for name in ("partitioner", "search_seconds"):
-            if wish.plan is not None and name in values:
-                raise ValueError(f"{name}= is about finding a plan, and plan= gives its stages: leave one of them out.")
+        if wish.plan is not None and "search_seconds" in values:
+            raise ValueError("search_seconds= is about finding a plan, and plan= gives its stages: leave one out.")
         if wish.machines > 1 and wish.network is None:
             raise ValueError(f"machines={wish.machines} exchange gradients and weights: say over what: network=25Gbit.")
         if wish.network is not None and wish.machines == 1:
             raise ValueError("network= is between several machines: say how many, as machines=2, or leave it out.")
-        if wish.machines > 1 and wish.like_paper:
-            raise ValueError(
-                "partitioner=paper predicts a library that trains on one machine: leave machines= or it out."
-            )
         refuse_unscaled(wish.reduce_dtype, wish.precision)
         return wish
 
     @property
-    def like_paper(self) -> bool:
-        """Whether to predict the paper's library, with a plan of its algorithm."""
-        return self.partitioner == "paper"
+    def updates_at_once(self) -> bool:
+        """Whether an update needs all gradients first: to clip them by norm, or to skip steps that overflow."""
+        return self.precision.startswith("16-") or self.gradient_clip_val is not None
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
         """Return the wish with other values of some options. ``model.NAME`` and ``lora.NAME`` are settings."""
