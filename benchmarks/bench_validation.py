@@ -23,8 +23,8 @@ from typing import Any
 from common import parser_of, show
 from paper_library import PaperShape
 
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.request import PlanRequest
 from lightning_roundpipe.planning.pipeline import Staleness
 from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan
@@ -86,7 +86,7 @@ def predict(row: dict[str, Any]) -> Row:
     microbatches = row["microbatches"] * row["passes"]
     staleness: Staleness = 1 if row["mode"] == "async" else 0
     shape = shape_at(
-        Wish(
+        PlanRequest(
             model=row["model"].removesuffix("-lora").replace("-", "_").replace(".", "_"),
             lora="attention" if row["model"].endswith("-lora") else "none",
             precision="16-true",
@@ -111,8 +111,8 @@ def predict(row: dict[str, Any]) -> Row:
 
 
 @cache
-def shape_at(wish: Wish, hardware: str, gpus: int) -> PaperShape:
-    return PaperShape(wish, replace(read_machine(hardware), workers=gpus), NO_LIMIT)
+def shape_at(request: PlanRequest, hardware: str, gpus: int) -> PaperShape:
+    return PaperShape(request, replace(read_machine(hardware), workers=gpus), NO_LIMIT)
 
 
 def summary(rows: list[Row]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.estimates.model_shape import ModelShape
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware

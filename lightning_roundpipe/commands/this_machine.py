@@ -31,9 +31,9 @@ from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.devices.host_memory import free_bytes, total_bytes
 from lightning_roundpipe.devices.interpreter import unwalked_objects
 from lightning_roundpipe.devices.intraop_threads import apply_num_threads
+from lightning_roundpipe.estimates.meter import Counter, attention_flops
+from lightning_roundpipe.estimates.nominal import EMULATED, nominal
 from lightning_roundpipe.messages import first_line, plural
-from lightning_roundpipe.planning.meter import Counter, attention_flops
-from lightning_roundpipe.planning.nominal import EMULATED, nominal
 from lightning_roundpipe.planning.profile import Format, Hardware
 from lightning_roundpipe.planning.updates import adamw_bytes
 

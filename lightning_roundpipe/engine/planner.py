@@ -18,6 +18,7 @@ from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.estimates.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.memory.budget import (
     capacity_of,
@@ -42,7 +43,6 @@ from lightning_roundpipe.planning.memory import (
     carried_bytes,
     size_text,
 )
-from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
 from lightning_roundpipe.planning.pipeline import Rules, step_ends
 from lightning_roundpipe.planning.problem import Problem

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_roundpipe.estimates.crossing import Crossed, Crossing
+from lightning_roundpipe.estimates.meter import Meter, Work
+from lightning_roundpipe.estimates.packing import Packed
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.crossing import Crossed, Crossing
-from lightning_roundpipe.planning.meter import Meter, Work
-from lightning_roundpipe.planning.packing import Packed
 from lightning_roundpipe.planning.profile import Hardware
 
 ALIGNMENT = 256

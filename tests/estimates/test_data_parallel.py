@@ -2,8 +2,8 @@
 
 import pytest
 
+from lightning_roundpipe.estimates.data_parallel import STATE_BYTES, data_parallel_s
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.data_parallel import STATE_BYTES, data_parallel_s
 from lightning_roundpipe.planning.memory import Parameters
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.updates import adamw_bytes
