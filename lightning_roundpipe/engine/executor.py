@@ -37,6 +37,8 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Computing
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.estimates.crossing import storage_bytes
+from lightning_roundpipe.estimates.meter import Counter
 from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.arenas import address_of
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -46,8 +48,6 @@ from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, P
 from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher, RoundedWeight
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.planning.crossing import storage_bytes
-from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward

@@ -31,10 +31,10 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import GivenUp
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
+from lightning_roundpipe.estimates.crossing import storage_bytes
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
-from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_roundpipe.engine.carrying import Measuring
+from lightning_roundpipe.estimates.crossing import Crossed
 from lightning_roundpipe.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import CallCost
-from lightning_roundpipe.planning.crossing import Crossed
 
 _NOTHING = Crossed()
 _MOST = ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes")
