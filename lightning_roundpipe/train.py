@@ -220,7 +220,9 @@ def _is_mistake(error: Exception, started: bool) -> bool:
         return True
     if not started:
         return isinstance(error, (ValueError, TypeError, OSError, ImportError))
-    return raised_here(error) and isinstance(error, (ValueError, OSError, RoundPipeError))
+    from lightning_roundpipe.devices.errors import DeviceOutOfMemory
+
+    return raised_here(error) and isinstance(error, (ValueError, OSError, RoundPipeError, DeviceOutOfMemory))
 
 
 def _say_how_to_go_on(job: Job, error: BaseException) -> None:

@@ -265,6 +265,13 @@ def test_length_of_an_epoch(devices, count, streamed):
     assert_window(devices, loader=lambda: DataLoader(Stream(count), batch_size=1) if streamed else loader(count))
 
 
+@DEVICES
+@pytest.mark.parametrize("limit", [5, 7, 9])
+def test_stream_that_ends_before_its_limit(devices, limit):
+    """Lightning learns that such an epoch is over behind its last batch, and so makes no step of a short window."""
+    assert_window(devices, loader=lambda: DataLoader(Stream(6), batch_size=1), limit_train_batches=limit)
+
+
 class Stream(IterableDataset[Any]):
     """Has no length, and loses its place if it is read twice."""
 

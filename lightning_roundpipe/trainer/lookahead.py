@@ -60,8 +60,8 @@ class LookAhead(_PrefetchDataFetcher):
 
     @property
     def done(self) -> bool:
-        """Whether the loop has received the last batch."""
-        return self.exhausted and not self.taken
+        """Whether the loop has received the last batch, as far as it would know without a look ahead."""
+        return self.exhausted and not self.taken and self.error is None
 
     @done.setter
     def done(self, value: bool) -> None:
@@ -86,7 +86,7 @@ class LookAhead(_PrefetchDataFetcher):
                         batch = TakenBatch(_transferred(trainer, batch, loader))
                 except Exception as error:
                     module._current_fx_name = hook  # a transfer hook that fails leaves its own, and the loop goes on
-                    self.error = None if isinstance(error, StopIteration) else error
+                    self.error = error
                     return
                 self.taken.append(((batch, index, loader), position))
             taken, index, loader = self.taken[i][0]

@@ -198,7 +198,7 @@ class _ProgressOfBatches:
 
     def __init__(self, progress: Any, span: int, fetcher: LookAhead | None) -> None:
         self._first, self._span, self._thread = progress, span, threading.local()
-        self._ends = fetcher is not None and fetcher.exhausted
+        self._ends = fetcher is not None and fetcher.exhausted and fetcher.error is None
 
     def show(self, batch: int) -> None:
         """Show this thread the progress at a batch of the window."""

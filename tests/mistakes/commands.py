@@ -53,4 +53,6 @@ COMMANDS = [
         "Choose a pretrained model (model=smollm2) or data=random_tokens", (command("data=topics"),)),
     Mistake(SECTION, "`trainer=gpu` without a GPU", "roundpipe-train: trainer.accelerator='gpu' needs a CUDA device",
         "set trainer=cpu for emulated devices", (command("trainer=gpu"),)),
+    Mistake(SECTION, "devices that a batch does not fit", "roundpipe-train: Emulated CUDA device 0 is out of memory",
+        "Use smaller microbatches", (command("experiment=tiny", "strategy.emulation.memory=1MB"),)),
 ]  # fmt: skip
