@@ -189,6 +189,8 @@ class SharedAttributes:
         """Places of views in their order."""
         self.present: AttributeView | None = None
         self.hooks = AttributeView(self)
+        self._copied: dict[Place, _Held] = {}
+        """Tensors that views have written in place, of which hooks find copies."""
         self._buffers: dict[int, tuple[nn.Module, str]] | None = None
         """Found when user code writes for the first time: few windows need the walk through all modules."""
 
@@ -234,10 +236,25 @@ class SharedAttributes:
         self.present = to
 
     def enter_hooks(self, view: AttributeView | None = None) -> None:
-        """Let hooks, on this thread, find what they saw last, and what ``view`` has left, while others run."""
-        self.hooks.values.update(view.values if view is not None else {})
+        """Let hooks, on this thread, find what they saw last, and what ``view`` has left, while others run.
+
+        Of a tensor that ``view`` has written in place they find a copy: the others go on writing to the tensor.
+        """
+        for place, held in view.values.items() if view is not None else ():
+            self._copied.pop(place, None)
+            if held.values is not None:
+                self._copied[place], held = held, held._replace(value=held.values, values=None)
+            self.hooks.values[place] = held
         self.present = None
         self.hooks.enter()
+
+    def leave_to_hooks(self) -> None:
+        """Let modules hold what hooks find. No view runs any more."""
+        self.enter_hooks()
+        self.hooks.exit()
+        for place, held in self._copied.items():
+            if self.hooks.values[place].value is held.values:
+                held.put(place[1], in_place=True)
 
     def rewind(self) -> None:
         """Let modules hold what they held at the beginning. No view runs any more."""
