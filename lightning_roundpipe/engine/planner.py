@@ -98,14 +98,14 @@ class Planner:
         if self._context.learned.in_order or not self._options.overlap:
             return
         if len(runs) > 1 and (buffer := next(filter(None, (run.weights.mode.met_buffer for run in runs)), "")):
-            late = "which this window is the first to do, " if step.plan is not None else ""
+            late = "which this window is the first to do, " if step.spec.plan is not None else ""
             drain()
             self._run_in_order(
                 f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and what "
                 "is in it depends on their order",
                 "leave plan out.",
             )
-        elif step.plan is None and all(run.result.loss is not None for run in runs):
+        elif step.spec.plan is None and all(run.result.loss is not None for run in runs):
             self._plan_from(step, share=step.spec.updates is not None and self._may_share)
             randomness.learning = False
 
