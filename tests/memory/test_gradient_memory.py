@@ -14,7 +14,7 @@ from patience import PATIENCE_S
 from torch import nn
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
@@ -253,6 +253,24 @@ def test_room_that_is_found_is_taken(layer):
     assert first.make_room() and not second.make_room()
     first.release()
     assert second.make_room() and len(second.flat) == BYTES
+
+
+def test_taking_memory_waits_for_no_download(layer):
+    """Microbatches take it with the baton held, and a sum that nothing took may still be on its way."""
+
+    class OnItsWay(Event):
+        over = False
+        wait = time = None
+
+        def done(self):
+            return self.over
+
+    pool, download = GradientPool(layer.device, limit=4 * BYTES, largest=BYTES), OnItsWay()
+    pool.begin_window(keeps=True)
+    pool.give(dropped := pool.take(BYTES), download)
+    assert pool.take(BYTES) is not dropped
+    download.over = True
+    assert pool.take(BYTES) is dropped
 
 
 def test_a_bucket_without_gradients_wakes_downloads(layer):
