@@ -176,13 +176,13 @@ class _Blocks:
     def take(self, nbytes: int, *, keep: bool) -> _Block:
         """Return a block of at least ``nbytes``, whose contents are arbitrary. ``keep``: whether a new one is kept."""
         with self._lock:
-            given = self._given
-            suiting = [block for block in given if nbytes <= block.nbytes <= 2 * nbytes and block.is_free]
+            free = [block for block in self._given if block.is_free]
+            suiting = [block for block in free if nbytes <= block.nbytes <= 2 * nbytes]
             found = min(suiting, key=lambda block: block.nbytes, default=None)
             if found is not None:
-                given.remove(found)
-            while found is None and given and self.held + sum(block.nbytes for block in given) > self._limit - nbytes:
-                del given[0]
+                self._given.remove(found)
+            while found is None and free and self.held + sum(block.nbytes for block in free) > self._limit - nbytes:
+                self._given.remove(free.pop(0))
             self.held += nbytes if found is None else found.nbytes
         return _Block(self._new(nbytes), self, kept=keep) if found is None else found
 

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from types import SimpleNamespace
 
+import harness
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -170,6 +171,17 @@ def counting(real, most):
         return block
 
     return take
+
+
+@pytest.mark.parametrize(("hook", "copies"), [("on_before_optimizer_step", 1), ("on_before_zero_grad", 2)])
+def test_the_last_steps_gradients_have_no_memory_beside_the_next_ones(hook, copies, monkeypatch):
+    """Plain training drops them before backward, which runs within training_step here. They were there twice."""
+    asked, living = Asked(monkeypatch), list[int]()
+    looks = harness.callback(**{hook: lambda *_: None})
+    counts = harness.callback(passive=True, on_before_zero_grad=lambda *_: living.append(asked.alive))
+    fit(asked, Module(), looks, counts)
+    assert living == [LAYERS] + 4 * [copies * LAYERS]
+    assert set(asked.when) <= set(range(copies + 1)), "later batches find memory"
 
 
 @pytest.mark.parametrize("why", ["clipping by norm", "a hook that finds .grad"])
