@@ -1,16 +1,19 @@
-"""Runs `packing.c`, which the machine's C compiler compiles: 25 to 40 % of the time that torch's operations take."""
+"""Runs `packing.c`, which the machine's C compiler compiles.
+
+Conversions take 25 to 40 % of the time of torch's operations. A step of Adam on packed moments is one pass over memory.
+It has the bits of torch's fused kernel wherever that kernel uses fused multiply-add, as on all x86 machines with AVX2.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import math
 import os
 import shutil
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,69 +25,94 @@ from lightning_roundpipe.messages import warn
 Place = tuple[Tensor, int]
 """A contiguous tensor, and the index of the first element that is meant."""
 _SOURCE = Path(__file__).with_name("packing.c")
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
-_KINDS = ("join", "split", "load_bf16", "store_bf16", "load_int8", "store_int8")
-"""The functions of `packing.c`, in its order."""
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+_FORMS = ("fp32", "halves", "bf16", "int8")
+"""`FORMS` of `packing.c`, in its order."""
 
 
-class _Pass(ctypes.Structure):
-    """``struct pass`` of `packing.c`."""
+class Kept(ctypes.Structure):
+    """``struct kept`` of `packing.c`: numbers of which each is kept somehow. It does not hold the memory.
+
+    Args:
+        form: one of `_FORMS`.
+        packed, beside: where the numbers are, as `packing.c` says.
+        place: the place of the first number in the sequence of noise, of ``"bf16"``.
+        values, nearest: the tables of ``"int8"``, which outlive this.
+    """
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "length", "place")),
-        *((name, ctypes.c_void_p) for name in ("source", "also", "to", "beside")),
+        ("kind", ctypes.c_int64),
+        ("place", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("packed", "beside", "values", "nearest")),
+    )
+
+    def __init__(
+        self, form: str, packed: Place, beside: Place | None = None, *, place: int = 0,
+        values: Tensor | None = None, nearest: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        tables = (None if table is None else (table, 0) for table in (values, nearest))
+        super().__init__(_FORMS.index(form), place, *map(_address, (packed, beside, *tables)))
+
+
+class _Factors(ctypes.Structure):
+    """``struct adam`` of `packing.c`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in ("sign", "decay", "penalty", "weight1", "beta2", "weight2", "step_size", "correction2", "eps")
     )
 
 
-class _Batch(threading.local):
-    passes: list[_Pass] | None = None
+def load(kept: Kept, numbers: Tensor) -> bool:
+    """Write what is kept to ``numbers``, fp32. Returns False if there is no compiler, and nothing was done."""
+    if (library := _compiled()) is None:
+        return False
+    library.load(torch.get_num_threads(), ctypes.byref(kept), *_span(numbers))
+    return True
 
 
-_batch = _Batch()
+def store(kept: Kept, numbers: Tensor) -> bool:
+    """Keep ``numbers``, fp32. Returns False if there is no compiler, and nothing was done."""
+    if (library := _compiled()) is None:
+        return False
+    library.store(torch.get_num_threads(), ctypes.byref(kept), *_span(numbers))
+    return True
 
 
-def convert(
-    name: str, length: int, source: Place, also: Place | None, to: Place, beside: Place | None = None, place: int = 0
-) -> bool:
-    """Make a pass of `packing.c`, or have the surrounding `together` make it.
+def adam(group: Mapping[str, Any], count: int, gradient: Tensor, kept: tuple[Kept, Kept, Kept]) -> bool:
+    """Step weights by Adam or AdamW.
 
     Args:
-        name: one of `_KINDS`.
-        length: how many numbers it converts.
-        source, also, to, beside: the tensors that it reads and writes, as `packing.c` says.
-        place: `store_bf16`'s place of the first number in the sequence of noise.
+        group: the hyperparameters, without ``amsgrad``.
+        count: the number of the step, from 1.
+        gradient: fp32 and 1-D.
+        kept: the weights, and the averages of gradients and of their squares.
 
     Returns:
         False if there is no compiler, and nothing was done.
     """
-    if _compiled() is None:
+    if (library := _compiled()) is None:
         return False
-    addresses = map(_address, (source, also, to, beside))
-    made = _Pass(_KINDS.index(name), length, place, *addresses)
-    if _batch.passes is None:
-        _run([made])
-    else:
-        _batch.passes.append(made)
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    factors = _Factors(
+        sign=-1.0 if group["maximize"] else 1.0,
+        decay=1 - lr * decay if decoupled else 1.0,
+        penalty=0.0 if decoupled else decay,
+        weight1=1 - beta1,
+        beta2=beta2,
+        weight2=1 - beta2,
+        step_size=-(lr / (1 - beta1**count)),
+        correction2=math.sqrt(1 - beta2**count),
+        eps=group["eps"],
+    )
+    length, address = _span(gradient)
+    library.adam(torch.get_num_threads(), ctypes.byref(factors), length, address, (Kept * 3)(*kept))
     return True
 
 
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Make all passes of the context at its end, at once. They must not read what another one writes."""
-    passes: list[_Pass] = []
-    _batch.passes = passes
-    try:
-        yield
-    finally:
-        _batch.passes = None
-    if passes:
-        _run(passes)
-
-
-def _run(passes: list[_Pass]) -> None:
-    function = _compiled()
-    assert function is not None, "there are passes"
-    function(torch.get_num_threads(), len(passes), (_Pass * len(passes))(*passes))
+def _span(numbers: Tensor) -> tuple[ctypes.c_int64, ctypes.c_void_p]:
+    return ctypes.c_int64(numbers.numel()), ctypes.c_void_p(_address((numbers, 0)))
 
 
 def _address(place: Place | None) -> int | None:
@@ -96,7 +124,7 @@ def _address(place: Place | None) -> int | None:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any] | None:
+def _compiled() -> ctypes.CDLL | None:
     """Compile `packing.c`, in 0.4 s. Nothing is kept for the next process, whose machine may be another one."""
     failures = ["no C compiler was found"]
     for name in (os.environ.get("CC", "cc"), "gcc", "clang"):
@@ -114,11 +142,10 @@ def _compiled() -> Callable[..., Any] | None:
     return None
 
 
-def _compiled_by(compiler: str) -> Callable[..., Any]:
+def _compiled_by(compiler: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         unlinked, library = os.path.join(folder, "packing.o"), os.path.join(folder, "packing.so")
         # Not linked to an OpenMP, so that it uses the one that torch has loaded, and that one's threads.
         for arguments in ([*_FLAGS, "-c", str(_SOURCE), "-o", unlinked], ["-shared", unlinked, "-o", library]):
             subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True, errors="replace")
-        function: Callable[..., Any] = ctypes.CDLL(library).convert
-        return function
+        return ctypes.CDLL(library)

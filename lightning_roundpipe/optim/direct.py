@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.optim.compiled import together
+from lightning_roundpipe.optim.compiled import Kept, adam
 from lightning_roundpipe.optim.fused import DTYPES, lies_plain
 from lightning_roundpipe.optim.packed_moments import MOMENTS, Moment, moment_of
 from lightning_roundpipe.optim.split_masters import SplitTensor, piece, scratch
@@ -43,9 +43,14 @@ class KernelRow(NamedTuple):
     averages: tuple[Tensor | Moment, ...]
 
     @property
+    def packed_moments(self) -> bool:
+        """Whether some averages are packed."""
+        return not all(isinstance(average, Tensor) for average in self.averages)
+
+    @property
     def in_pieces(self) -> bool:
-        """Whether its numbers have to be unpacked into fp32 for the kernel."""
-        return isinstance(self.parameter, SplitTensor) or not all(isinstance(a, Tensor) for a in self.averages)
+        """Whether its numbers have to be unpacked into fp32 for torch's kernel."""
+        return isinstance(self.parameter, SplitTensor) or self.packed_moments
 
 
 def row_of(
@@ -110,29 +115,46 @@ def step_part(groups: tuple[Mapping[str, Any], ...], row: KernelRow, gradient: T
         start: the first element.
         end: one past the last element.
     """
-    group, parameter, count = groups[row.kind[0]], row.parameter, row.steps + _ONE
-    flat, number = gradient.view(-1), int(count)
-    length = piece() if row.in_pieces else max(end - start, 1)
-    for first in range(start, end, length):
-        last = min(first + length, end)
-        with together():
-            if isinstance(parameter, SplitTensor):
-                numbers = parameter.join(first, last, scratch(0, last - first))
-            else:
-                numbers = parameter.view(-1)[first:last]
-            averages = [
-                a.view(-1)[first:last] if isinstance(a, Tensor) else a.load(first, last, scratch(1 + i, last - first))
-                for i, a in enumerate(row.averages)
-            ]
-        _call(group, [flat[first - start : last - start]], [numbers], [count], *([a] for a in averages))
-        with together():
-            if isinstance(parameter, SplitTensor):
-                parameter.split(first, last, numbers)
-            for average, stepped in zip(row.averages, averages, strict=True):
-                if not isinstance(average, Tensor):
-                    average.store(first, last, stepped, number)
+    group, count = groups[row.kind[0]], row.steps + _ONE
+    flat = gradient.view(-1)
+    if not (row.packed_moments and not group["amsgrad"] and _step_packed(group, row, flat, start, int(count))):
+        length = piece() if row.in_pieces else max(end - start, 1)
+        for first in range(start, end, length):
+            last = min(first + length, end)
+            _step_piece(group, row, flat[first - start : last - start], first, count)
     if end == row.shape.numel():
         row.steps.copy_(count)
+
+
+def _step_packed(group: Mapping[str, Any], row: KernelRow, gradient: Tensor, first: int, count: int) -> bool:
+    """Step the elements from ``first`` on in compiled code. Returns False if there is none, and nothing was done."""
+    weights, averages, squares = (_kept(own, first, count) for own in (row.parameter, *row.averages))
+    return adam(group, count, gradient, (weights, averages, squares))
+
+
+def _kept(own: Tensor | SplitTensor | Moment, first: int, count: int) -> Kept:
+    if isinstance(own, Tensor):
+        return Kept("fp32", (own, first))
+    return own.kept(first) if isinstance(own, SplitTensor) else own.kept(first, count)
+
+
+def _step_piece(group: Mapping[str, Any], row: KernelRow, gradient: Tensor, first: int, count: Tensor) -> None:
+    """Step the elements from ``first`` on in torch's kernel, unpacked into memory that stays in caches."""
+    parameter, last = row.parameter, first + gradient.numel()
+    if isinstance(parameter, SplitTensor):
+        numbers = parameter.join(first, last, scratch(0, last - first))
+    else:
+        numbers = parameter.view(-1)[first:last]
+    averages = [
+        a.view(-1)[first:last] if isinstance(a, Tensor) else a.load(first, last, scratch(1 + i, last - first))
+        for i, a in enumerate(row.averages)
+    ]
+    _call(group, [gradient], [numbers], [count], *([a] for a in averages))
+    if isinstance(parameter, SplitTensor):
+        parameter.split(first, last, numbers)
+    for average, stepped in zip(row.averages, averages, strict=True):
+        if not isinstance(average, Tensor):
+            average.store(first, last, stepped, int(count))
 
 
 def _fit(tensor: Any, dtype: torch.dtype, shape: torch.Size) -> bool:

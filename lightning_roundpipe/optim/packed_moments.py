@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_roundpipe.optim.compiled import convert
+from lightning_roundpipe.optim import compiled
+from lightning_roundpipe.optim.compiled import Kept
 from lightning_roundpipe.optim.split_masters import piece, pieces, scratch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -46,8 +47,11 @@ class Moment(Protocol):
     def shape(self) -> torch.Size:
         """The parameter's shape."""
 
+    def kept(self, first: int, step: int) -> Kept:
+        """Return the numbers from ``first`` on, to be loaded, and stored after the optimizer's step of that number."""
+
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        """Return numbers ``first`` to ``last``, fp32, in ``out`` if they are not in memory as such."""
+        """Write numbers ``first`` to ``last`` to ``out``, fp32, and return it."""
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
         """Keep numbers ``first`` to ``last`` after the optimizer's step of that number. ``numbers`` may be changed."""
@@ -68,14 +72,20 @@ class Bf16Moment(NamedTuple):
     def shape(self) -> torch.Size:
         return self.packed.shape
 
+    def kept(self, first: int, step: int) -> Kept:
+        return Kept("bf16", (self.packed, first), place=self._noisy(first, step))
+
+    def _noisy(self, first: int, step: int) -> int:
+        return (first + _STRIDE * (step + 7 * self.which)) % _TAKEN
+
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        if not convert("load_bf16", last - first, (self.packed, first), None, (out, 0)):
+        if not compiled.load(self.kept(first, 0), out):
             out.copy_(self.packed.view(-1)[first:last])
         return out
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
-        start = (first + _STRIDE * (step + 7 * self.which)) % _TAKEN
-        if not convert("store_bf16", last - first, (numbers, 0), None, (self.packed, first), place=start):
+        if not compiled.store(self.kept(first, step), numbers):
+            start = self._noisy(first, step)
             numbers.view(torch.int32).add_(_noise(piece())[start : start + last - first]).bitwise_and_(_KEPT)
             self.packed.view(-1)[first:last].copy_(numbers)
 
@@ -97,11 +107,14 @@ class Int8Moment(NamedTuple):
     def shape(self) -> torch.Size:
         return self.codes.shape
 
+    def kept(self, first: int, step: int) -> Kept:
+        values, nearest = _tables(self.signed)
+        return Kept("int8", (self.codes, first), (self.largest, first // BLOCK), values=values, nearest=nearest)
+
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        values, _ = _tables(self.signed)
-        codes, beside = (self.codes, first), (self.largest, first // BLOCK)
-        if convert("load_int8", last - first, codes, (values, 0), (out, 0), beside):
+        if compiled.load(self.kept(first, 0), out):
             return out
+        values, _ = _tables(self.signed)
         torch.index_select(values, 0, self.codes.view(-1)[first:last].int(), out=out)
         whole = (last - first) // BLOCK * BLOCK
         blocks = self.largest[first // BLOCK : -(-last // BLOCK)]
@@ -110,10 +123,9 @@ class Int8Moment(NamedTuple):
         return out
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
-        _, nearest = _tables(self.signed)
-        codes, beside = (self.codes, first), (self.largest, first // BLOCK)
-        if convert("store_int8", last - first, (numbers, 0), (nearest, 0), codes, beside):
+        if compiled.store(self.kept(first, step), numbers):
             return
+        _, nearest = _tables(self.signed)
         whole = (last - first) // BLOCK * BLOCK
         blocks = self.largest[first // BLOCK : -(-last // BLOCK)]
         _scale(numbers[:whole].view(-1, BLOCK), blocks[: whole // BLOCK])

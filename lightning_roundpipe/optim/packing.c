@@ -1,23 +1,24 @@
-/* Conversions between fp32 numbers and what is kept of them, in one pass over memory.
+/* Steps and conversions of numbers that are kept in fewer bytes than fp32, in one pass over memory.
 
-   They give the bits that the torch operations in split_masters.py and packed_moments.py give, which do the same where
-   there is no compiler. Numbers are their bits, except for int8's product and quotient. Threads are those of the OpenMP
-   that torch has loaded: waking them takes longer than a short pass, so several passes share one parallel region. */
+   Conversions give the bits that the torch operations in split_masters.py and packed_moments.py give, which do the same
+   where there is no compiler. Numbers are their bits, except for int8's product and quotient and the step itself.
+   Threads are those of the OpenMP that torch has loaded. */
 
+#include <math.h>
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
 #define GRAIN 32768 /* numbers that are not worth a second thread, as in torch */
 #define BLOCK 256
+#define CHUNK 512 /* numbers of a step that are unpacked at a time: three times 2 KiB stay in the first cache */
 #define SMALLEST 0x00800000 /* the smallest normal fp32 number */
 
-/* A conversion of `length` numbers by function number `kind` of KINDS. `source` and `also` are read, `to` is written,
-   and `beside` is read or written, as the function says. */
-struct pass {
-    int64_t kind, length, place;
-    const void *source, *also;
-    void *to, *beside;
+/* Where numbers are kept, in form number `kind` of FORMS. */
+struct kept {
+    int64_t kind, place;
+    void *packed, *beside;
+    const void *values, *nearest;
 };
 
 static inline uint32_t to_bf16(uint32_t number) {
@@ -44,21 +45,27 @@ static inline uint32_t noise(uint32_t place) {
     return x ^ x >> 8;
 }
 
-/* `source`: upper halves; `also`: lower halves; `to`: numbers. */
-static void join(const struct pass *pass, int64_t start, int64_t end) {
-    const uint16_t *restrict high = pass->source;
-    const int16_t *restrict low = pass->also;
-    uint32_t *restrict numbers = pass->to;
-    for (int64_t i = start; i < end; i++)
+/* fp32, as they are. */
+static void load_fp32(const struct kept *kept, int64_t start, int64_t count, uint32_t *numbers) {
+    memcpy(numbers, (const uint32_t *)kept->packed + start, count * sizeof *numbers);
+}
+
+static void store_fp32(const struct kept *kept, int64_t start, int64_t count, uint32_t *numbers) {
+    memcpy((uint32_t *)kept->packed + start, numbers, count * sizeof *numbers);
+}
+
+/* `packed`: upper halves; `beside`: lower halves. */
+static void load_halves(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
+    const uint16_t *restrict high = (const uint16_t *)kept->packed + start;
+    const int16_t *restrict low = (const int16_t *)kept->beside + start;
+    for (int64_t i = 0; i < count; i++)
         numbers[i] = ((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i];
 }
 
-/* `source`: numbers; `to`: upper halves; `beside`: lower halves. */
-static void split(const struct pass *pass, int64_t start, int64_t end) {
-    const uint32_t *restrict numbers = pass->source;
-    uint16_t *restrict high = pass->to;
-    int16_t *restrict low = pass->beside;
-    for (int64_t i = start; i < end; i++) {
+static void store_halves(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
+    uint16_t *restrict high = (uint16_t *)kept->packed + start;
+    int16_t *restrict low = (int16_t *)kept->beside + start;
+    for (int64_t i = 0; i < count; i++) {
         uint32_t rounded = to_bf16(numbers[i]);
         int32_t rest = (int32_t)(numbers[i] - (rounded << 16));
         high[i] = rounded;
@@ -66,65 +73,117 @@ static void split(const struct pass *pass, int64_t start, int64_t end) {
     }
 }
 
-static void load_bf16(const struct pass *pass, int64_t start, int64_t end) {
-    const uint16_t *restrict packed = pass->source;
-    uint32_t *restrict numbers = pass->to;
-    for (int64_t i = start; i < end; i++)
+/* `place`: of the first number in the sequence of noise. */
+static void load_bf16(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
+    const uint16_t *restrict packed = (const uint16_t *)kept->packed + start;
+    for (int64_t i = 0; i < count; i++)
         numbers[i] = (uint32_t)packed[i] << 16;
 }
 
-/* `place`: of the first number in the sequence of noise. */
-static void store_bf16(const struct pass *pass, int64_t start, int64_t end) {
-    const uint32_t *restrict numbers = pass->source;
-    uint16_t *restrict packed = pass->to;
-    uint32_t place = pass->place;
-    for (int64_t i = start; i < end; i++)
+static void store_bf16(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
+    uint16_t *restrict packed = (uint16_t *)kept->packed + start;
+    uint32_t place = kept->place + start;
+    for (int64_t i = 0; i < count; i++)
         packed[i] = (numbers[i] + noise(place + (uint32_t)i)) >> 16;
 }
 
-/* `also`: the value of each code; `beside`: the largest magnitude of each block, which is read. */
-static void load_int8(const struct pass *pass, int64_t start, int64_t end) {
-    const uint8_t *restrict codes = pass->source;
-    const float *restrict values = pass->also, *restrict largest = pass->beside;
-    float *restrict numbers = pass->to;
-    for (int64_t i = start; i < end; i++)
-        numbers[i] = values[codes[i]] * largest[i / BLOCK];
+/* `packed`: codes; `beside`: the largest magnitude of each block; `values`: of each code; `nearest`: the code of each
+   bf16 number. `start` is a multiple of a block. */
+static void load_int8(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
+    const uint8_t *restrict codes = (const uint8_t *)kept->packed + start;
+    const float *restrict values = kept->values, *restrict largest = (const float *)kept->beside + start / BLOCK;
+    for (int64_t first = 0; first < count; first += BLOCK) {
+        int length = count - first < BLOCK ? (int)(count - first) : BLOCK;
+        for (int i = 0; i < length; i++)
+            numbers[first + i] = as_bits(values[codes[first + i]] * largest[first / BLOCK]);
+    }
 }
 
-/* `also`: the code of each bf16 number; `beside`: the largest magnitude of each block. */
-static void store_int8(const struct pass *pass, int64_t start, int64_t end) {
-    const uint32_t *restrict numbers = pass->source;
-    const uint8_t *restrict nearest = pass->also;
-    uint8_t *restrict codes = pass->to;
-    uint32_t *restrict largest = pass->beside;
-    for (int64_t first = start; first < end; first += BLOCK) {
-        int count = end - first < BLOCK ? (int)(end - first) : BLOCK;
+static void store_int8(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
+    const uint8_t *restrict nearest = kept->nearest;
+    uint8_t *restrict codes = (uint8_t *)kept->packed + start;
+    uint32_t *restrict largest = (uint32_t *)kept->beside + start / BLOCK;
+    for (int64_t first = 0; first < count; first += BLOCK) {
+        int length = count - first < BLOCK ? (int)(count - first) : BLOCK;
         uint32_t most = 0; /* the bits of magnitudes have their order, and NaN is above all */
         uint16_t places[BLOCK];
-        for (int i = 0; i < count; i++) {
+        for (int i = 0; i < length; i++) {
             uint32_t magnitude = numbers[first + i] & 0x7fffffff;
             most = magnitude > most ? magnitude : most;
         }
         largest[first / BLOCK] = most;
         float divisor = as_float(most > SMALLEST ? most : SMALLEST);
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < length; i++)
             places[i] = to_bf16(as_bits(as_float(numbers[first + i]) / divisor));
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < length; i++)
             codes[first + i] = nearest[places[i]];
     }
 }
 
-static void (*const KINDS[])(const struct pass *, int64_t, int64_t) = {join,       split,     load_bf16,
-                                                                       store_bf16, load_int8, store_int8};
+typedef void conversion(const struct kept *, int64_t, int64_t, uint32_t *);
+static const struct {
+    conversion *load, *store;
+} FORMS[] = {{load_fp32, store_fp32}, {load_halves, store_halves}, {load_bf16, store_bf16}, {load_int8, store_int8}};
 
-void convert(int threads, int count, const struct pass *passes) {
-    int64_t most = 0;
-    for (int i = 0; i < count; i++)
-        most = passes[i].length > most ? passes[i].length : most;
-#pragma omp parallel num_threads(threads) if (most > GRAIN)
-    for (int i = 0; i < count; i++) {
-        int64_t share = (passes[i].length / omp_get_num_threads() / BLOCK + 1) * BLOCK;
-        int64_t start = share * omp_get_thread_num(), end = start + share;
-        KINDS[passes[i].kind](&passes[i], start, end < passes[i].length ? end : passes[i].length);
+/* The calling thread's share of `length` numbers, in whole blocks. */
+static int64_t share(int64_t length, int64_t *start) {
+    int64_t size = (length / omp_get_num_threads() / BLOCK + 1) * BLOCK;
+    *start = size * omp_get_thread_num();
+    return length - *start < size ? length - *start : size;
+}
+
+static void convert(int threads, const struct kept *kept, int64_t length, uint32_t *numbers, int stores) {
+#pragma omp parallel num_threads(threads) if (length > GRAIN)
+    {
+        int64_t start, count = share(length, &start);
+        if (count > 0)
+            (stores ? FORMS[kept->kind].store : FORMS[kept->kind].load)(kept, start, count, numbers + start);
+    }
+}
+
+void load(int threads, const struct kept *kept, int64_t length, uint32_t *numbers) {
+    convert(threads, kept, length, numbers, 0);
+}
+
+void store(int threads, const struct kept *kept, int64_t length, uint32_t *numbers) {
+    convert(threads, kept, length, numbers, 1);
+}
+
+/* Factors of a step of Adam, as torch's fused kernel computes and uses them. `decay`: what weights are multiplied by;
+   `penalty`: how much of them is added to gradients. */
+struct adam {
+    float sign, decay, penalty, weight1, beta2, weight2, step_size, correction2, eps;
+};
+
+static void adam_chunk(const struct adam *by, int64_t count, const float *restrict gradient, float *restrict weight,
+                       float *restrict average, float *restrict square) {
+    struct adam a = *by;
+    int near = fabsf(a.weight1) < 0.5f;
+    for (int64_t i = 0; i < count; i++) {
+        float g = gradient[i] * a.sign, w = weight[i] * a.decay;
+        if (a.penalty != 0.0f)
+            g = fmaf(w, a.penalty, g);
+        float m = near ? fmaf(a.weight1, g - average[i], average[i]) : fmaf(a.weight1 - 1.0f, g - average[i], g);
+        float v = fmaf(a.weight2 * g, g, square[i] * a.beta2);
+        average[i] = m;
+        square[i] = v;
+        weight[i] = w + a.step_size * m / (sqrtf(v) / a.correction2 + a.eps);
+    }
+}
+
+/* A step of Adam. `kept`: weights, averages and averages of squares. */
+void adam(int threads, const struct adam *by, int64_t length, const float *gradient, const struct kept kept[3]) {
+#pragma omp parallel num_threads(threads) if (length > GRAIN)
+    {
+        int64_t start, count = share(length, &start);
+        uint32_t numbers[3][CHUNK] __attribute__((aligned(64)));
+        for (int64_t first = start; first < start + count; first += CHUNK) {
+            int64_t size = start + count - first < CHUNK ? start + count - first : CHUNK;
+            for (int i = 0; i < 3; i++)
+                FORMS[kept[i].kind].load(&kept[i], first, size, numbers[i]);
+            adam_chunk(by, size, gradient + first, (float *)numbers[0], (float *)numbers[1], (float *)numbers[2]);
+            for (int i = 0; i < 3; i++)
+                FORMS[kept[i].kind].store(&kept[i], first, size, numbers[i]);
+        }
     }
 }

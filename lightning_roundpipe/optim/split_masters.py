@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.optim.compiled import convert
+from lightning_roundpipe.optim.compiled import Kept, load, store
 
 PIECE = 2**18
 """Numbers that a thread of torch converts at a time: few enough to stay in caches, and many beside a call's cost."""
@@ -59,16 +59,20 @@ class SplitTensor(NamedTuple):
     high: Tensor
     low: Tensor
 
+    def kept(self, start: int) -> Kept:
+        """Return the numbers from ``start`` on."""
+        return Kept("halves", (self.high, start), (self.low, start))
+
     def join(self, start: int, end: int, out: Tensor) -> Tensor:
         """Write numbers ``start`` to ``end`` to ``out``, fp32, and return it."""
-        if not convert("join", end - start, (self.high, start), (self.low, start), (out, 0)):
+        if not load(self.kept(start), out):
             low = scratch(-1, end - start).view(torch.int32).copy_(self.low[start:end])
             out.copy_(self.high[start:end]).view(torch.int32).add_(low)  # of one dtype, or torch adds number by number
         return out
 
     def split(self, start: int, end: int, numbers: Tensor) -> None:
         """Keep the fp32 ``numbers`` as numbers ``start`` to ``end``."""
-        if convert("split", end - start, (numbers, 0), None, (self.high, start), (self.low, start)):
+        if store(self.kept(start), numbers):
             return
         rounded = scratch(-1, end - start)
         high = self.high[start:end]

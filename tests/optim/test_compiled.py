@@ -54,12 +54,14 @@ def packed(values, form):
     return [*state.values(), *unpacked(state).values()]
 
 
-def stepped(values, form):
-    """A step of AdamW from halves and packed moments."""
+def stepped(values, form, optimizer=torch.optim.AdamW, **settings):
+    """A step of an optimizer from halves and packed moments."""
     halves = SplitTensor.of(values)
     state = {"step": torch.tensor(3.0), "exp_avg": values / 7, "exp_avg_sq": values.square()}
+    if settings.get("amsgrad"):
+        state["max_exp_avg_sq"] = values.square() / 2
     pack(state, form)
-    [group] = torch.optim.AdamW([torch.zeros(1)], lr=1e-3).param_groups
+    [group] = optimizer([torch.zeros(1)], lr=1e-3, **settings).param_groups
     row = direct.row_of(0, group, halves, values.shape, state)
     assert row is not None
     assert direct.step((group,), [row], [values / 3])
@@ -89,14 +91,40 @@ def test_bits_are_those_of_torch(form, values, monkeypatch):
         assert torch.equal(one[there].signbit(), other[there].signbit())
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optimizer": torch.optim.Adam, "weight_decay": 0.1},
+        {"betas": (0.3, 0.9), "maximize": True},
+        {"amsgrad": True},
+    ],
+    ids=["AdamW", "Adam with decay", "maximize", "amsgrad"],
+)
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
-def test_a_step_has_the_bits_of_torch(form, monkeypatch):
+def test_a_step_has_the_bits_of_torch(form, settings, monkeypatch):
     values = numbers()["small"]
-    mine = stepped(values, form)
+    mine = stepped(values, form, **settings)
     without_compiler(monkeypatch)
     with pytest.warns(UserWarning, match="no C compiler"):
-        theirs = stepped(values, form)
+        theirs = stepped(values, form, **settings)
     assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_parts_of_a_step_are_the_whole_step(form):
+    values = numbers()["small"]
+    [group] = torch.optim.AdamW([torch.zeros(1)]).param_groups
+
+    def after(cuts):
+        halves, state = SplitTensor.of(values), {"step": torch.tensor(3.0), "exp_avg": values, "exp_avg_sq": values**2}
+        pack(state, form)
+        row = direct.row_of(0, group, halves, values.shape, state)
+        for start, end in zip((0, *cuts), (*cuts, LENGTH), strict=True):
+            direct.step_part((group,), row, (values / 3)[start:end], start, end)
+        return [*halves, *state.values()]
+
+    assert all(map(torch.equal, after(()), after((256 * 7, 256 * 300))))
 
 
 def test_another_compiler_is_tried(monkeypatch):
@@ -107,4 +135,4 @@ def test_another_compiler_is_tried(monkeypatch):
 def test_a_compiler_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(compiled.shutil, "which", lambda name: "false")
     with pytest.warns(UserWarning, match="false failed: .*set CC"):
-        assert not compiled.convert("join", 0, (numbers()["small"], 0), None, (numbers()["small"], 0))
+        assert not compiled.load(SplitTensor.of(numbers()["small"]).kept(0), torch.empty(LENGTH))
