@@ -4,8 +4,8 @@ On emulated devices, workers' memory is the host's as well. What they count (are
 subtracted at each moment. What is left of them is what a layer computes with meanwhile, such as gradients on their way
 into an arena. So the model has many small layers, and that is little beside the rest, as in large models.
 
-All larger blocks are mapped alone (`map_blocks`), as those of large models are: freed ones go back to the system. With
-``--heap`` they share the C library's heap with what devices compute with, which leaves gaps.
+All larger blocks are mapped alone (`map_blocks`), as those of large models are: freed ones go back to the system. On
+the heap of the C library, beside what devices compute with, they would leave gaps.
 
     .venv/bin/python benchmarks/bench_memory.py [--optimizer_state bf16 --reduce_dtype bfloat16] [--lora]
 """
@@ -204,11 +204,9 @@ def main() -> None:
     parser.add_argument("--reduce_dtype", choices=REDUCE_DTYPES)
     parser.add_argument("--window", type=int, default=4, help="batches of a window")
     parser.add_argument("--lora", action="store_true", help="train adapters on bf16 weights")
-    parser.add_argument("--heap", action="store_true", help="leave blocks to the C library's heap")
     options = parser.parse_args()
     quiet()
-    if not options.heap:
-        map_blocks()
+    map_blocks()
     measure(options)
 
 

@@ -4,10 +4,7 @@
 model; the numbers of a machine are those of ``conf/hardware``. Devices have no limit of memory here: that these rows
 fitted is known, and how the paper's system lays out its memory is not.
 
-    .venv/bin/python benchmarks/bench_validation.py [--rows FILE] [--markdown]
-
-``--rows`` takes another file of such rows. A row without ``batch``, ``microbatches`` and ``passes`` takes those of the
-nearest row of `measured.json`: the same model, and as much else as possible.
+    .venv/bin/python benchmarks/bench_validation.py [--markdown]
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ LENGTH = 2048
 POSITIONS = 40960
 """All models have so many; beyond, they are planned with more."""
 MACHINES = {"rtx4090": "rtx4090x8", "a800": "a800x8"}
-SETTINGS = ("batch", "microbatches", "passes")
 
 
 @dataclass(frozen=True)
@@ -54,27 +50,10 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
-    """The file's rows, all with their settings."""
-    known = json.loads(ROWS.read_text())["rows"]
-    return [_with_settings(row, known) for row in json.loads(path.read_text())["rows"]]
-
-
-def _with_settings(row: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
-    if all(name in row for name in SETTINGS):
-        return row
-    same = [one for one in known if one["model"] == row["model"]]
-    if not same:
-        raise ValueError(f"{row['model']} is not in {ROWS.name}: its row needs {', '.join(SETTINGS)}.")
-
-    def likeness(one: dict[str, Any]) -> tuple[float, int, int]:
-        apart = max(one["sequence"], row["sequence"]) / min(one["sequence"], row["sequence"])
-        return -apart, one["hardware"] == row["hardware"], one["mode"] == row["mode"]
-
-    nearest = max(same, key=likeness)
-    found = {name: nearest[name] for name in (*SETTINGS, "layers") if name in nearest}
-    found["batch"] = max(1, round(found["batch"] * nearest["sequence"] / row["sequence"]))  # as many tokens
-    return {**found, **row}
+def read_rows() -> list[dict[str, Any]]:
+    """The measurements, each with its settings."""
+    rows: list[dict[str, Any]] = json.loads(ROWS.read_text())["rows"]
+    return rows
 
 
 def predict(row: dict[str, Any]) -> Row:
@@ -150,10 +129,9 @@ def _crossed(rows: list[Row], corner: str, column_of: Callable[[Row], str]) -> s
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rows", type=Path, default=ROWS, help="another file like measured.json")
     parser.add_argument("--markdown", action="store_true", help="print the tables of docs/estimates.md")
     options = parser.parse_args()
-    rows = [predict(row) for row in read_rows(options.rows)]
+    rows = [predict(row) for row in read_rows()]
     if options.markdown:
         print(markdown(rows))
     else:

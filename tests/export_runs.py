@@ -9,6 +9,9 @@ import lightning_roundpipe.train  # noqa: F401  (its resolvers)
 from lightning_roundpipe.tasks.fine_tuning import build, run
 
 TOKENS = torch.arange(2, 26).reshape(2, 12)
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+"""Of small base models."""
 
 
 def train(folder, *overrides):

@@ -154,16 +154,9 @@ class AutogradThread:
             raise raised.pop()
 
 
-def play_cuda(patch):
-    """Put fakes in the place of CUDA, for `CudaDevice` on a device of the CPU."""
-    fakes = {
-        "Event": FakeEvent,
-        "Stream": FakeStream,
-        "stream": current_stream,
-        "current_stream": FakeStream,
-        "current_device": lambda: 0,
-        "device": nothing,
-        "default_generators": {0: GPU_GENERATOR, None: GPU_GENERATOR},
+def put_in_place(patch, **fakes):
+    """Put fakes in the place of ``torch.cuda``, beside what any fake says of memory and what it must not be asked."""
+    readings = {
         "mem_get_info": lambda device: (600, 1000),
         "get_device_name": lambda device: "a GPU",
         "get_per_process_memory_fraction": lambda device: 1.0,
@@ -173,24 +166,32 @@ def play_cuda(patch):
         "reset_peak_memory_stats": lambda device: None,
         "memory_stats_as_nested_dict": lambda device: {"num_alloc_retries": RETRIES[0]},
     }
-    for name, fake in fakes.items():
+    for name, fake in (readings | fakes).items():
         patch.setattr(torch.cuda, name, fake)
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
-    autograd = AutogradThread()
-    for owner, name in ((torch.autograd, "backward"), (executor, "run_backward"), (layer_calls, "run_backward")):
-        patch.setattr(owner, name, autograd.runs(getattr(owner, name)))
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
-    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True, raising=False)
     patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: CLEARED.append(len(cuda._open)), raising=False)
     patch.setattr(cuda, "_open", WeakSet())
     patch.setattr(cuda_streams, "_streams", {})
-    patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
-    patch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     RETRIES[0] = 0
     for seen in (SYNCHRONIZED, RANGES, CLEARED, DEAD):
         seen.clear()
+
+
+def play_cuda(patch):
+    """Put fakes in the place of CUDA, for `CudaDevice` on a device of the CPU."""
+    put_in_place(
+        patch, Event=FakeEvent, Stream=FakeStream, stream=current_stream, current_stream=FakeStream, device=nothing,
+        current_device=lambda: 0, default_generators={0: GPU_GENERATOR, None: GPU_GENERATOR},
+    )  # fmt: skip
+    autograd = AutogradThread()
+    for owner, name in ((torch.autograd, "backward"), (executor, "run_backward"), (layer_calls, "run_backward")):
+        patch.setattr(owner, name, autograd.runs(getattr(owner, name)))
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True, raising=False)
+    patch.setattr(cuda_streams, "_thread", threading.local())
+    patch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
 
 
 def trainers_on_gpus(patch, *, limited=False):

@@ -249,10 +249,12 @@ class Learner(pl.LightningModule):
         return self.optimizer([p for p in self.parameters() if p.requires_grad])
 
 
-def both(module, batches, *, devices=2, strategy=None, **options):
-    """Train plainly, and on ``devices`` workers with ``strategy``'s options: both results."""
+def assert_plain(module, batches, strategy=None, *, devices=2, **options):
+    """Train plainly, and on ``devices`` workers with ``strategy``'s options. Both results, which are the same."""
     plain = run("auto", module, batches, **options)
-    return plain, run(ours(**(strategy or {})), module, batches, devices=devices, **options)
+    result = run(ours(**(strategy or {})), module, batches, devices=devices, **options)
+    assert_same(plain, result)
+    return plain, result
 
 
 def loader(batches):

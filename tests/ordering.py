@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
-from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.devices.queued import ThreadEvent
 from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.engine.microbatch import CallingThread
 from lightning_roundpipe.engine.worker import Worker

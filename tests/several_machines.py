@@ -1,23 +1,61 @@
 """Runs of several machines: a process each, on this machine, which meet at a free port.
 
-``launch`` starts them, each with a job of ``several_jobs``, and returns what they said. Nothing outlives it.
+``launch`` starts them, each with a job of ``several_jobs``, and returns what they said. Nothing outlives it. A server
+has imported the heavy modules once, and forks for each of them.
 """
 
+import atexit
 import contextlib
+import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import forks
-
 TESTS = Path(__file__).parent
-Process = subprocess.Popen[str] | forks.Forked
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["harness", "zoo", "torch.distributed.optim"])
+
+
+class Forked(FORKING.Process):
+    """A process that runs a job as a script does, with as much of `subprocess.Popen` as `collect` asks for."""
+
+    def __init__(self, arguments, env, output):
+        super().__init__(target=_run, args=(arguments, env, output), daemon=True)
+        with contextlib.ExitStack() as stack:
+            before = os.environ.get("PYTHONPATH")
+            stack.callback(os.environ.pop if before is None else os.environ.__setitem__, "PYTHONPATH", before)
+            os.environ["PYTHONPATH"] = env["PYTHONPATH"]  # of the server, which the first process starts
+            self.start()
+
+    def poll(self):
+        return self.exitcode
+
+    wait = FORKING.Process.join
+    returncode = FORKING.Process.exitcode
+
+
+def _run(arguments, env, output):
+    """Its environment and its output are its own. An error is printed before functions that atexit knows are called."""
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    os.environ.clear()
+    os.environ.update(env)
+    try:
+        importlib.import_module("several_jobs").main(*arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()
 
 
 @dataclass
@@ -74,15 +112,8 @@ def start(job, machines, folder, arguments, slurm=None, network=None):
     folder.mkdir(parents=True, exist_ok=True)
     given = [job, str(folder), json.dumps(arguments)]
     if network is None:
-        server = forks.server("harness", "zoo", "torch.distributed.optim")
         return [
-            forks.Forked(
-                server,
-                "several_jobs.main",
-                given,
-                environment(rank, machines, port, slurm),
-                folder / f"output-{rank}.txt",
-            )
+            Forked(given, environment(rank, machines, port, slurm), folder / f"output-{rank}.txt")
             for rank in range(machines)
         ]
     return [

@@ -68,22 +68,7 @@ def assert_continues(whole, resumed, done):
     rest.logged = resumed.logged = None
     assert_identical(rest, resumed)
     optimizers = [result.trainer.optimizers[0].state_dict() for result in (whole, resumed)]
-    assert_states_equal(*optimizers)
-
-
-def assert_states_equal(a, b, where="optimizer"):
-    if isinstance(a, Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_states_equal(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_states_equal(x, y, f"{where}[{i}]")
-    else:
-        assert a == b, where
+    harness.assert_tensors_same(*optimizers, rtol=0.0, atol=0.0, what="optimizer")
 
 
 # ------------------------------------------------------------------------------------------------------------- resuming

@@ -16,7 +16,7 @@ import torch
 import zoo
 from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
 
-from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
+from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_streams
 
 REMEDY = "Use smaller microbatches (half the batch size, or twice num_microbatches), shorter sequences"
 
@@ -118,7 +118,7 @@ def test_as_torch_reports_it(batch, where, sample, time, phase):
 def test_a_copy_that_fails(number):
     """Of weights, boundaries or gradients: a stream has failed, and whoever needs what it should bring says so."""
     copies = itertools.count(-number)
-    real = emulated_link.move
+    real = emulated_streams.move
 
     def move(*args):
         if PLANTED.where == "armed" and next(copies) == 0:

@@ -13,8 +13,7 @@ from harness import Learner, halves, ours, run, seeded, single
 from stress import all_reports
 from torch import nn
 
-from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.cuda_libraries import library_bytes
+from lightning_roundpipe.devices.cuda import CudaDevice, workspace_bytes
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.flat_params import aligned
 
@@ -65,7 +64,7 @@ def test_the_peak_is_what_was_planned(kind, plan):
     libraries = 0
     if kind == "cuda":
         device = torch.device("cuda", 0)
-        libraries = library_bytes(device, 4)  # which cuBLAS takes where it needs them: an H200 had 3 of 6 workspaces
+        libraries = 6 * workspace_bytes(device)  # which cuBLAS takes where it needs them: an H200 had 3 of 6 workspaces
         # Of the last step, after which nothing has reset it.
         assert torch.cuda.max_memory_allocated(device) >= reports[-1]["peak_device_bytes"][0]
     for report in reports:

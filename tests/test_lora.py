@@ -45,20 +45,6 @@ def test_saved_adapters_load_in_plain_peft(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_modules_that_are_trained_as_a_whole():
-    """PEFT keeps the original of such a module, frozen, beside the copy that is trained."""
-    module = adapted("bert", target_modules=["query", "value"], modules_to_save=["classifier"], task_type="SEQ_CLS")
-    plain = run("auto", module, zoo.make_batches("bert"))
-    assert any("modules_to_save" in key and grad is not None for key, grad in plain.grads[0].items())
-    assert_same(plain, trained("bert", module))
-
-
-def test_adapted_embedding_and_head():
-    module = adapted("llama", target_modules=["embed_tokens", "lm_head", "q_proj"])
-    assert_same(run("auto", module, zoo.make_batches("llama")), trained("llama", module))
-
-
-@pytest.mark.slow
 def test_inputs_that_require_gradients():
     """What trainers switch on for PEFT together with a model's own checkpointing: a hook on the embedding."""
     module = zoo.make_module("llama", lora=True)
@@ -69,17 +55,21 @@ def test_inputs_that_require_gradients():
     assert_same(plain, trained("llama", module))
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+KINDS = {
+    "of embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    # PEFT keeps the original of a module that is trained as a whole, frozen, beside the copy that is trained.
+    "beside a whole module": (
+        "bert", {"target_modules": ["query", "value"], "modules_to_save": ["classifier"], "task_type": "SEQ_CLS"},
+    ),
+    "DoRA": ("llama", {"use_dora": True}),
+    "of experts": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("llama", {"use_dora": True}),
-        (
-            "gpt_oss",
-            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-        ),
-    ],
-)
-def test_kinds_of_adapters(name, options):
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_adapters(kind):
+    name, options = KINDS[kind]
     module = adapted(name, **options)
     assert_same(run("auto", module, zoo.make_batches(name)), trained(name, module))

@@ -12,10 +12,11 @@ from typing import cast
 import harness
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
-from between_layers import CALLS, batch, model
-from harness import ours, run
+from harness import ours, run, seeded
 from stress import all_reports
+from torch import nn
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.layer_calls import Tape
@@ -25,8 +26,40 @@ from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.planning.memory import WorkerNeeds, boundary_bytes, device_bytes
 
 WITHIN = 0.05
+WIDTH = 16
 REPORTS = []
 """Of the last run."""
+
+
+class Dense(nn.Module):
+    """Each layer takes what all layers before have returned, concatenated: user code holds most of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH * (i + 1), WIDTH) for i in range(6))
+        self.head = nn.Linear(WIDTH * 7, 5)
+
+    def forward(self, x):
+        found = [self.stem(x)]
+        for block in self.blocks:
+            found.append(F.relu(block(torch.cat(found, 1))))
+        return self.head(torch.cat(found, 1))
+
+
+CALLS = 8
+"""Of both models whose code between layers holds much."""
+
+
+def model(name):
+    if name != "dense":
+        return zoo.make_module(name)
+    with seeded(7):
+        return zoo.PlainClassifier(Dense())
+
+
+def batch(name, samples):
+    return zoo.make_batches("mlp" if name == "dense" else name, 1, samples)[0]
 
 
 def last_report():

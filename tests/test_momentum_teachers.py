@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_plain, ours, run
 
 from lightning_roundpipe.config import RoundPipeError
 
@@ -73,9 +73,7 @@ class Distilled(pl.LightningModule):
 
 
 def check(module, devices):
-    batches = zoo.make_batches("mlp", count=4, samples=8)
-    plain = run("auto", module, batches)
-    assert_same(plain, run(ours(num_microbatches=1), module, batches, devices=devices))
+    assert_plain(module, zoo.make_batches("mlp", count=4, samples=8), {"num_microbatches": 1}, devices=devices)
 
 
 @pytest.mark.parametrize(

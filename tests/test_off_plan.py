@@ -1,14 +1,11 @@
 """Batches that call layers otherwise than the first ones: their microbatches leave the plan and go on one by one."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import Learner, assert_same, ours, run, seeded
 from torch import nn
 
-Batch = dict[str, Any]
 HARD = {"poison": True, "delay_seed": 3}
 
 

@@ -17,8 +17,8 @@ HARDWARE = Path(__file__).parent.parent / "conf" / "hardware"
 
 
 def trained(name, lora=False, devices=2, precision="32-true", **options):
-    entry, given = zoo.ENTRIES[name], module(name, lora)
-    options = {"layers": entry.layers, "num_microbatches": 3, "plan": "static", "loss_weight": given.weighs} | options
+    given = module(name, lora)
+    options = {"num_microbatches": 3, "plan": "static", "loss_weight": given.weighs} | options
     return run(ours(**options), given, zoo.make_batches(name), devices=devices, precision=precision)
 
 

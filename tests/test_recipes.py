@@ -7,13 +7,12 @@ import torch.nn.functional as F
 import transformers
 from harness import Learner, loader
 from plain_oracle import assert_plain, on_devices
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.tasks import convert_to_float8
 
 VOCABULARY = 32
 IMAGE, START, END = 3, 4, 5
-Batch = dict[str, Tensor]
 
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_plain, ours, run
 from torch import Tensor
 
 from lightning_roundpipe.engine.hints import Hints
@@ -53,8 +53,7 @@ def test_buffers_of_layers(layout, monkeypatch):
     monkeypatch.setattr(Hints, "say", lambda self, key, text: said.append(text))
     monkeypatch.setattr(Hints, "warn", lambda self, key, text: said.append(text))
     module, batches = Inside(layout), zoo.make_batches("mlp", 3)
-    options = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"]}
-    assert_same(run("auto", module, batches), run(ours(**options), module, batches, devices=2))
+    assert_plain(module, batches, {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"]})
     assert not [text for text in said if "changes in every forward pass" in text]
 
 
@@ -62,7 +61,7 @@ def test_buffers_of_layers(layout, monkeypatch):
 def test_in_the_batch(layout):
     module = Bags(copy.deepcopy(MLP))
     batches = [batch | {"words": LAYOUTS[layout](batch["x"].relu())} for batch in zoo.make_batches("mlp", 3)]
-    assert_same(run("auto", module, batches), run(ours(), module, batches, devices=2))
+    assert_plain(module, batches)
     with pytest.raises(ValueError, match=r"batch\['words'\] is a sparse tensor"):
         run(ours(num_microbatches=2), module, batches, devices=2)
 
@@ -73,9 +72,4 @@ def test_gradients_of_an_embedding():
     module = zoo.PlainClassifier(model)
     module.make_optimizer = lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)
     batches = [{"x": torch.arange(4) + i, "y": torch.arange(4) % 5} for i in range(4)]
-    options = {"accumulate_grad_batches": 2}
-    plain, result = (
-        run("auto", module, batches, watch=False, **options),
-        run(ours(), module, batches, devices=2, watch=False, **options),
-    )
-    assert_same(plain, result)
+    assert_plain(module, batches, accumulate_grad_batches=2, watch=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_plain
 
 
 class Averaged(zoo.PlainClassifier):
@@ -96,8 +96,6 @@ def test_equals_plain(kind):
     module = kind(zoo.make_module("mlp").model)
     batches, held_out = zoo.make_batches("mlp", count=5, samples=8), zoo.make_batches("mlp", count=2, seed=9)
     options = {"val_batches": held_out, "val_check_interval": 2}
-    plain = run("auto", module, batches, **options)
-    other = run(ours(num_microbatches=2), module, batches, devices=2, **options)
-    assert_same(plain, other)
+    plain, other = assert_plain(module, batches, {"num_microbatches": 2}, **options)
     for mine, its in zip(plain.module.averages, other.module.averages, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)

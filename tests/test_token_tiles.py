@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from harness import assert_same, assert_tensors_same, ours, per_call, run
+from harness import assert_plain, assert_same, assert_tensors_same, ours, per_call, run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,8 +46,7 @@ def test_every_plan_gives_the_same_bits():
 @pytest.mark.slow
 def test_validation_and_tiles():
     module, batches = zoo.make_module("llama"), zoo.make_batches("llama")
-    plain = run("auto", module, batches, val_batches=batches[:1])
-    assert_same(plain, run(ours(num_microbatches=3, token_tiles=4), module, batches, val_batches=batches[:1]))
+    assert_plain(module, batches, {"num_microbatches": 3, "token_tiles": 4}, devices=1, val_batches=batches[:1])
 
 
 # -- a module

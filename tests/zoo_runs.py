@@ -45,7 +45,7 @@ def train(name, lora, devices, samples=6, precision="32-true", window=1, **optio
     """Train with the strategy, on windows of parts or, with ``num_microbatches``, on batches that it cuts."""
     given = module(name, lora)
     weigh = None if window > 1 else given.weighs
-    strategy = ours(**{"layers": zoo.ENTRIES[name].layers, "loss_weight": weigh} | options)
+    strategy = ours(**{"loss_weight": weigh} | options)
     return run(
         strategy,
         given,

@@ -140,7 +140,7 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Hardware:
                                 Emulation())  # fmt: skip
             for device in made:
                 stack.callback(_close, device)
-            for context in (unwalked_objects(), made[0].process_settings(), made[0].step_settings()):
+            for context in (unwalked_objects(), made[0].process_settings()):
                 stack.enter_context(context)
             devices = _Devices(made, stack)
         for form, dtype in _DTYPES.items():

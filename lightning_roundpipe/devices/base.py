@@ -17,23 +17,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices.waiter import AbortSwitch
 
-
-class _Nothing:
-    __enter__ = __exit__ = staticmethod("".format)
-
-
-NOTHING = cast(AbstractContextManager[None], _Nothing())
-"""A context that does nothing, in C: a call enters ten, and `contextlib.nullcontext` runs two Python functions each."""
+NOTHING = nullcontext()
+"""A context that does nothing. Any number of threads may be in it."""
 POISON = 0xFF
 """The byte that overwrites freed buffers. Two or four of them are a NaN in bf16, fp16 and fp32."""
+MAX_WAIT_S = 1e-3
+"""Longest time, in seconds, that activations wait on the link for a chunk of weights or gradients."""
 
 
 class TrackedTensors(AbstractContextManager["TrackedTensors"]):
@@ -134,9 +130,10 @@ class Device(ABC):
 
     What only some hardware needs does nothing by default. Layers run on ``compute``. The five copy streams are
     independent of each other except for the link: the ``_up`` streams share the direction to the device, both ``_down``
-    streams the other. Activations go first on the link and wait at most `copy_priority.MAX_WAIT_S` for a chunk of
-    weights or gradients. Those that are still on their way to the host go up on ``arrivals_up``, so that those that are
-    there do not wait behind them.
+    streams the other. A worker is idle until its activations arrive, while weights and gradients are needed a stage
+    later, so activations go first on the link. A copy that has started cannot be interrupted, so all other copies go in
+    chunks, for one of which activations wait at most `MAX_WAIT_S`. Activations that are still on their way to the host
+    go up on ``arrivals_up``, so that those that are there do not wait behind them.
     """
 
     compute: Stream
@@ -323,10 +320,6 @@ class Device(ABC):
         """
         return
 
-    def step_settings(self) -> AbstractContextManager[None]:
-        """Return the context of this kind's process-wide settings during a step."""
-        return NOTHING
-
     def host_thread_settings(self) -> AbstractContextManager[None]:
         """Return the context of the settings of a thread that computes on the host beside devices of this kind."""
         return NOTHING
@@ -375,6 +368,17 @@ def check_copy(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
                 )
             dst, src = dst.narrow(dim, 0, 1), src.narrow(dim, 0, 1)
     return dst, src
+
+
+def chunks(dst: Tensor, src: Tensor, nbytes: float) -> list[tuple[Tensor, Tensor]]:
+    """Split ``dst <- src``, a pair of `check_copy`, into copies of at most ``nbytes`` (but at least one element) each.
+
+    Tensors that are not contiguous stay whole; large ones rarely are.
+    """
+    if not (dst.is_contiguous() and src.is_contiguous()) or dst.numel() * dst.element_size() <= nbytes:
+        return [(dst, src)]
+    elements = max(1, int(nbytes) // dst.element_size())
+    return list(zip(torch.split(dst.view(-1), elements), torch.split(src.view(-1), elements), strict=True))
 
 
 def stage(tensor: Tensor, device: Device) -> Tensor:

@@ -6,6 +6,8 @@ and lifetimes (the allocator must not hand out memory that a copy on another str
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,18 +16,24 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_libraries, interpreter, intraop_threads, pinned
-from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices import interpreter, intraop_threads, pinned
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Stream
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream, EventClock, begin_on
 from lightning_roundpipe.devices.errors import out_of_memory
 from lightning_roundpipe.devices.host_memory import worth_copying
+from lightning_roundpipe.devices.waiter import AbortSwitch
 
 _open: WeakSet[CudaDevice] = WeakSet()
 """The open devices of all strategies in the process."""
 
+
+_THREADS = 2
+"""Threads that multiply for one microbatch: its own and autograd's, which workers on one GPU share in fact."""
+_KIB = 1024
+_USUAL, _SINCE_HOPPER = (2 * 4096 + 8 * 16) * _KIB, 8 * 4096 * _KIB
+"""torch's default sizes of cuBLAS's workspaces, used when ``CUBLAS_WORKSPACE_CONFIG`` is not set."""
 
 LEAD_BYTES = 64 << 20
 """Bytes of calls that the host may enqueue ahead of a GPU, beyond the two calls that are always allowed.
@@ -162,16 +170,18 @@ class CudaDevice(Device):
         return min(usable, int(share * total)) // self._sharers
 
     def library_bytes(self) -> int:
-        return cuda_libraries.library_bytes(self.torch_device, -(-self._multiplying // self._sharers))
+        return (_THREADS + -(-self._multiplying // self._sharers)) * workspace_bytes(self.torch_device)
 
     def warm_up(self) -> None:
-        cuda_libraries.multiply(self.torch_device)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(16, 16, device=self.torch_device, requires_grad=True)
+            torch.autograd.backward((x @ x).sum())
 
     def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
         run = [device for device in devices if isinstance(device, CudaDevice)]
         if _open.difference(run):  # threads of another strategy may be multiplying
             return
-        cuda_libraries.clear()
+        _clear_workspaces()
         for device in run:
             device._multiplying = threads - 1 + bool(device.update_bytes)
 
@@ -185,7 +195,7 @@ class CudaDevice(Device):
     def follow_caller(self) -> None:
         self.compute.follow(torch.cuda.current_stream(self.torch_device))
 
-    def step_settings(self) -> AbstractContextManager[None]:
+    def process_settings(self) -> AbstractContextManager[None]:
         return interpreter.quick_switches()
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
@@ -219,7 +229,23 @@ class CudaDevice(Device):
     def _clear_if_last(self) -> None:
         _open.discard(self)
         if not _open:  # threads of other devices may be using the workspaces
-            cuda_libraries.clear()
+            _clear_workspaces()
+
+
+def workspace_bytes(torch_device: torch.device) -> int:
+    """Return the bytes of a cuBLAS workspace. torch keeps one for each thread and stream that multiplies.
+
+    cuBLASLt uses it, too. The allocator counts workspaces, but torch does not free them by itself.
+    """
+    said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))  # such as :4096:2:16:8
+    if said:
+        return sum(int(size) * int(count) * _KIB for size, count in said)
+    return _SINCE_HOPPER if torch.cuda.get_device_properties(torch_device).major >= 9 else _USUAL
+
+
+def _clear_workspaces() -> None:
+    """Free the workspaces of all threads on all GPUs. No thread may be multiplying: it would lose its own."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[Device]:

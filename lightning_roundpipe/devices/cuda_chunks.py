@@ -28,44 +28,19 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_roundpipe.devices.abort import AbortSwitch
-from lightning_roundpipe.devices.base import Event, check_copy
-from lightning_roundpipe.devices.copy_priority import MAX_WAIT_S, MIN_CHUNK_BYTES, chunks
-from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream, GpuEvent
-from lightning_roundpipe.devices.queued import QueuedStream
-from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.devices.base import MAX_WAIT_S, Event, check_copy, chunks
+from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
+from lightning_roundpipe.devices.queued import QueuedStream, ThreadEvent
+from lightning_roundpipe.devices.waiter import AbortSwitch
+
+MIN_CHUNK_BYTES = 1 << 16
+"""Smallest chunk. Launching a smaller copy takes longer than the copy."""
 
 IN_FRONT = 2
 """Most chunks that activations wait for."""
 
 FIRST_GUESS = 4e9
 """Initial estimate of the link's rate, in bytes per second: that of the slowest link still in use."""
-
-
-class QueuedEvent(GpuEvent):
-    """An event that the stream's own thread records when it gets there: ``given`` is reached then."""
-
-    def __init__(self, given: ThreadEvent) -> None:
-        self.given = given
-        self.recorded: CudaEvent | None = None
-
-    def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
-        self.given.wait_on_behalf_of(switch)
-        assert self.recorded is not None
-        return self.recorded
-
-    def wait(self) -> None:
-        self.given.wait()
-        assert self.recorded is not None
-        self.recorded.wait()
-
-    def done(self) -> bool:
-        return self.given.done() and (self.recorded is None or self.recorded.done())
-
-    def time(self) -> float:
-        if self.recorded is None:
-            raise RuntimeError("this event has no time yet: wait for it first.")
-        return self.recorded.time()
 
 
 class ChunkedCopyStream(QueuedStream):
@@ -129,15 +104,16 @@ class ChunkedCopyStream(QueuedStream):
             else:
                 work(*given)
 
-    def _record_later(self, timed: bool) -> QueuedEvent:
-        event = QueuedEvent(ThreadEvent(self.name, self._switch, timed=False))
+    def _record_later(self, timed: bool) -> CudaEvent:
+        given = ThreadEvent(self.name, self._switch, timed=False)
+        event = CudaEvent(None, self._last.clock if timed else None, self._switch, given)
 
         def record() -> None:
-            event.recorded = self._last.record(timed=timed)
+            event.event = self._last.record(timed=timed).event
 
         def work() -> None:
             self._attempt(record)
-            event.given.settle(self._error)
+            given.settle(self._error)
 
         self._enqueue(work)
         return event

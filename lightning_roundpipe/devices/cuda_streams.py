@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,8 +15,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event, Stream, check_copy
+from lightning_roundpipe.devices.queued import ThreadEvent
+from lightning_roundpipe.devices.waiter import AbortSwitch
 
 CLOCK_PERIOD = 10.0
 """Seconds after which `EventClock` is set again. CUDA returns float32 milliseconds, exact to 1 µs for 16 s."""
@@ -93,44 +93,51 @@ class EventClock:
                 best, self._reference, self._host = after - before, event, (before + after) / 2
 
 
-class GpuEvent(Event):
-    """A CUDA event that is recorded, or that a stream's thread will record."""
+class CudaEvent(Event):
+    """A CUDA event.
 
-    @abstractmethod
-    def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
-        """Block until the CUDA event is recorded, and return it. ``switch`` aborts the wait too."""
+    Attributes:
+        event: what is recorded; None before that.
+        given: reached when the stream's own thread has recorded it; None if it was recorded at once.
+    """
 
+    def __init__(
+        self, event: torch.cuda.Event | None, clock: EventClock | None, switch: AbortSwitch,
+        given: ThreadEvent | None = None,
+    ) -> None:  # fmt: skip
+        self.event, self._clock, self._switch, self.given = event, clock, switch, given
 
-class CudaEvent(GpuEvent):
-    """A recorded CUDA event."""
-
-    def __init__(self, event: torch.cuda.Event, clock: EventClock | None, switch: AbortSwitch) -> None:
-        self.event, self._clock, self._switch = event, clock, switch
-
-    def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
-        return self
+    def on_gpu(self, switch: AbortSwitch) -> torch.cuda.Event:
+        """Block until the event is recorded, and return it. ``switch`` aborts the wait too."""
+        if self.given is not None:
+            self.given.wait_on_behalf_of(switch)
+        assert self.event is not None
+        return self.event
 
     def wait(self) -> None:
         # The GPU never waits for the host here, so its work always ends and an abort need not wake this wait.
         self._switch.check()
-        self.event.synchronize()
+        self.on_gpu(self._switch).synchronize()
         self._switch.check()
 
     def done(self) -> bool:
-        return self._switch.why is not None or _passed(self.event)
+        if self._switch.why is not None:
+            return True
+        return (self.given is None or self.given.done()) and (self.event is None or _passed(self.event))
 
     def passed(self) -> bool:
         """Return whether the GPU has reached the event, even after an abort."""
-        return _passed(self.event)
+        return self.event is not None and _passed(self.event)
 
     def since(self, before: CudaEvent) -> float:
         """Return the seconds from ``before`` to this event. Both must be timed and passed."""
+        assert before.event is not None and self.event is not None
         return float(before.event.elapsed_time(self.event)) / 1e3
 
     def time(self) -> float:
         if self._clock is None:
             raise RuntimeError("this event has no time: record it with timed=True.")
-        if not _passed(self.event):
+        if self.event is None or not _passed(self.event):
             raise RuntimeError("this event has no time yet: wait for it first.")
         return self._clock.time(self.event)
 
@@ -143,18 +150,18 @@ class CudaStream(Stream):
     ) -> None:
         self.name, self._torch_device = name, torch_device
         self.stream = stream_of(torch_device, role)
-        self._clock, self._switch = clock, switch
+        self.clock, self._switch = clock, switch
         self._lock = threading.Lock()
         self._flying: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
 
     def record(self, *, timed: bool = False) -> CudaEvent:
         self._switch.check()
-        return CudaEvent(self._record(timed), self._clock if timed else None, self._switch)
+        return CudaEvent(self._record(timed), self.clock if timed else None, self._switch)
 
     def wait(self, event: Event) -> None:
         self._switch.check()
-        assert isinstance(event, GpuEvent)
-        self.stream.wait_event(event.on_gpu(self._switch).event)
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.on_gpu(self._switch))
 
     def follow(self, other: torch.cuda.Stream) -> None:
         """Enqueue a wait for all that ``other``, a stream of the same GPU, has been given so far."""

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
-from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import NOTHING, POISON, Device, Stream, TrackedTensors
-from lightning_roundpipe.devices.emulated_link import Link
-from lightning_roundpipe.devices.emulated_streams import Delays, InlineStream, ThreadStream
+from lightning_roundpipe.devices.emulated_streams import Delays, InlineStream, Link, ThreadStream
 from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
 from lightning_roundpipe.devices.saved import counting_paused_in_transforms, saved_for_backward
+from lightning_roundpipe.devices.waiter import AbortSwitch
 from lightning_roundpipe.heap import share_heap
 
 ALIGNMENT = 256
@@ -110,9 +109,6 @@ class EmulatedDevice(Device):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._arenas:
                     self._ledger.track_until_freed(storage, purpose)
-
-    def drop_finished(self) -> None:
-        return  # streams keep what they copy only until they have copied it
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return self._saved_for_backward  # stateless, so calls may share it and nest

@@ -1,8 +1,8 @@
 """How long a thread that wakes up waits for the interpreter.
 
 A thread that computes in Python holds the interpreter for 5 ms before another thread may run. A GPU whose worker waits
-for it idles as long. So the switch interval is shorter while a step runs on GPUs, but no shorter than necessary,
-because each switch costs some microseconds.
+for it idles as long. So the switch interval is shorter while GPUs are in use, but no shorter than necessary, because
+each switch costs some microseconds.
 
 The garbage collector holds the interpreter, too. A full collection walks through all objects of the process, of which
 torch, Lightning and transformers alone make half a million: 0.3 s. So those that exist when a run starts are left out
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from lightning_roundpipe.devices.process_context import shared_context
 
 SWITCH_INTERVAL_S = 1e-4
-"""The switch interval in seconds while a step runs on GPUs."""
+"""The switch interval in seconds while GPUs are in use."""
 
 _HALF_A_MICROSECOND = 5e-7
 """``sys.setswitchinterval`` truncates to microseconds, so a value that it returned may lose its last one."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ GROWTH = 8
 """A new slab is at least the registered total divided by this, because many slabs would fragment."""
 
 _Block = tuple[int, int, int]
-"""Size, number of the slab, and start, in bytes. Size comes first because free blocks sort by it."""
+"""Number of the slab, start, and size, in bytes."""
 
 
 class Slabs:
@@ -43,10 +44,7 @@ class Slabs:
         self._slabs: dict[int, Tensor] = {}
         self._made = 0
         self._free: list[_Block] = []
-        self._starts: dict[tuple[int, int], int] = {}
-        """Sizes of free blocks, by slab and start."""
-        self._ends: dict[tuple[int, int], int] = {}
-        """Starts of free blocks, by slab and end."""
+        """In order. They are few, as free neighbours merge."""
         self._returned: deque[_Block] = deque()
 
     def take(self, nbytes: int) -> Tensor:
@@ -58,18 +56,15 @@ class Slabs:
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._settle()
-            found = self._best_fit(size)
-            if found is None:
-                self._grow(size)
-                found = self._best_fit(size)
-            assert found is not None
-            available, slab, start = found
-            self._remove(found)
-            if available > size:
-                self._add((available - size, slab, start + size))
-            block = self._slabs[slab][start : start + size]
-        lent = torch.frombuffer(block.numpy(), dtype=torch.uint8)  # its own storage, whose end `finalize` sees
-        weakref.finalize(lent.untyped_storage(), self._returned.append, (size, slab, start)).atexit = False
+            fitting = [block for block in self._free if block[2] >= size]
+            if not fitting:
+                fitting = [self._grow(size)]
+            found = slab, start, available = min(fitting, key=itemgetter(2))
+            index = bisect_left(self._free, found)
+            self._free[index : index + 1] = [(slab, start + size, available - size)] if available > size else []
+            memory = self._slabs[slab][start : start + size]
+        lent = torch.frombuffer(memory.numpy(), dtype=torch.uint8)  # its own storage, whose end `finalize` sees
+        weakref.finalize(lent.untyped_storage(), self._returned.append, (slab, start, size)).atexit = False
         return lent[:nbytes]
 
     def reserve(self, nbytes: int) -> None:
@@ -85,35 +80,22 @@ class Slabs:
             self._settle()
             self._give_unused_back()
 
-    def _best_fit(self, size: int) -> _Block | None:
-        index = bisect_left(self._free, (size, -1, -1))
-        return self._free[index] if index < len(self._free) else None
-
     def _settle(self) -> None:
+        """Free the blocks that have been returned, each together with its free neighbours."""
         while self._returned:
-            size, slab, start = self._returned.popleft()
-            if (before := self._ends.get((slab, start))) is not None:
-                grown = self._starts[slab, before]
-                self._remove((grown, slab, before))
-                size, start = size + grown, before
-            if (behind := self._starts.get((slab, start + size))) is not None:
-                self._remove((behind, slab, start + size))
-                size += behind
-            self._add((size, slab, start))
+            slab, start, size = self._returned.popleft()
+            first = last = bisect_left(self._free, (slab, start, size))
+            end = start + size
+            if last < len(self._free) and self._free[last][:2] == (slab, end):
+                end += self._free[last][2]
+                last += 1
+            if first and self._free[first - 1][0] == slab and sum(self._free[first - 1][1:]) == start:
+                first -= 1
+                start = self._free[first][1]
+            self._free[first:last] = [(slab, start, end - start)]
 
-    def _add(self, block: _Block) -> None:
-        size, slab, start = block
-        insort(self._free, block)
-        self._starts[slab, start] = size
-        self._ends[slab, start + size] = start
-
-    def _remove(self, block: _Block) -> None:
-        size, slab, start = block
-        del self._free[bisect_left(self._free, block)]
-        del self._starts[slab, start], self._ends[slab, start + size]
-
-    def _grow(self, size: int) -> None:
-        """Register a slab for a block of ``size`` bytes: a generous one, or an exact one if that fails."""
+    def _grow(self, size: int) -> _Block:
+        """Register a slab for a block of ``size`` bytes: a generous one, or an exact one if that fails. Return it."""
         everything = sum(slab.numel() for slab in self._slabs.values())
         for wanted in (max(size, self._slab, everything // GROWTH), size):
             try:
@@ -124,12 +106,13 @@ class Slabs:
         else:
             slab = self._register(size)
         self._slabs[self._made] = slab
-        self._add((slab.numel() // ALIGNMENT * ALIGNMENT, self._made, 0))
+        self._free.append(whole := (self._made, 0, slab.numel() // ALIGNMENT * ALIGNMENT))
         self._made += 1
+        return whole
 
     def _give_unused_back(self) -> None:
         for number, slab in list(self._slabs.items()):
-            whole = (slab.numel() // ALIGNMENT * ALIGNMENT, number, 0)
-            if self._starts.get((number, 0)) == whole[0]:
-                self._remove(whole)
+            whole = (number, 0, slab.numel() // ALIGNMENT * ALIGNMENT)
+            if whole in self._free:
+                self._free.remove(whole)
                 del self._slabs[number]

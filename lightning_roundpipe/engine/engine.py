@@ -377,7 +377,6 @@ class Engine:
         if self._settings is None:
             with contextlib.ExitStack() as around:
                 self.hints.of_settings(around.enter_context(without_caches(self.model.module)))
-                around.enter_context(devices[0].step_settings())
                 around.enter_context(observed_writes())
                 self._settings = around.pop_all()
 

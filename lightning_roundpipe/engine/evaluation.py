@@ -457,7 +457,6 @@ class Evaluations:
         for around in (
             intercepted(self._interceptors),
             observed_writes(),
-            context.pool.devices[0].step_settings(),
             context.randomness.paused(),
         ):
             self._around.enter_context(around)

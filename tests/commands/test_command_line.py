@@ -119,7 +119,7 @@ def test_a_reader_that_stops_early_is_no_error():
         "from lightning_roundpipe.commands.answer import Answer\n"
         "from lightning_roundpipe.commands.console import console_command\n"
         "from lightning_roundpipe.commands.command_line import run\n"
-        "@console_command\ndef main():\n    return run('p', lambda given: Answer(verdict='line\\n' * 200000))\n"
+        "@console_command\ndef main():\n    return run('p', lambda given: Answer(verdict='line\\n' * 20000))\n"
         "sys.stdin.read()\nsys.exit(main())"
     )
     read, write = os.pipe()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from fake_cuda import FakeStream, play_cuda
 
-from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda_libraries, cuda_streams
-from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda_streams
+from lightning_roundpipe.devices.cuda import CudaDevice, workspace_bytes
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 
 NEAR_S = 10.0
@@ -114,9 +114,8 @@ MIB = 2**20
     ],
 )
 def test_what_cublas_keeps(config, major, expected, monkeypatch):
-    """For the worker's thread, for autograd's and for those of microbatches that multiply, as torch chooses it."""
+    """For each thread that multiplies, as torch chooses it."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     properties = SimpleNamespace(major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert cuda_libraries.library_bytes(torch.device("cuda", 0), 0) == 2 * expected
-    assert cuda_libraries.library_bytes(torch.device("cuda", 0), 3) == 5 * expected
+    assert workspace_bytes(torch.device("cuda", 0)) == expected

@@ -11,9 +11,9 @@ from fake_cuda import FakeEvent, FakeStream
 from patience import PATIENCE_S, join, start
 
 from lightning_roundpipe.devices import StreamAborted
-from lightning_roundpipe.devices.copy_priority import MAX_WAIT_S, MIN_CHUNK_BYTES
+from lightning_roundpipe.devices.base import MAX_WAIT_S
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.cuda_chunks import QueuedEvent
+from lightning_roundpipe.devices.cuda_chunks import MIN_CHUNK_BYTES
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
 
 RATE = 2 * MIN_CHUNK_BYTES / MAX_WAIT_S
@@ -40,7 +40,7 @@ def test_no_thread_of_the_process_takes_part(device):
     arrived = device.weights_up.record(timed=True)
     device.gradients_down.wait(arrived)
     device.gradients_down.copy(back, there)
-    assert isinstance(arrived, CudaEvent), "other streams can wait for it at once"
+    assert isinstance(arrived, CudaEvent) and arrived.given is None, "other streams can wait for it at once"
     assert threading.active_count() <= before and fake_cuda.SYNCHRONIZED == []
     assert torch.equal(back, src)
 
@@ -150,7 +150,7 @@ class TestPageable:
         stream.copy(there, src)
         event = stream.record(timed=True)
         stream.copy(torch.zeros_like(src), self.pinned)  # behind it
-        assert isinstance(event, QueuedEvent)
+        assert event.given is not None
         assert not event.done()
         waiting = start(lambda: device.compute.wait(event))
         with pytest.raises(RuntimeError, match="no time yet"):
@@ -163,8 +163,7 @@ class TestPageable:
         assert there.eq(2).all()
         assert event.time() > 0
         assert self.movers[3:] == [name] * 6
-        recorded = event.recorded
-        assert fake_of(device.compute).waited[-1] is recorded.event
+        assert fake_of(device.compute).waited[-1] is event.event
 
     def test_an_abort_wakes_who_waits_for_it(self, device):
         stream, src = device.weights_up, torch.ones(8, dtype=torch.uint8)

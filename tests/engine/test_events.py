@@ -43,7 +43,7 @@ def test_the_bubble_is_what_workers_do_not_compute():
 
 @longer_each_try
 def test_the_report_counts_waits_for_copies(times):
-    strategy = ours(num_microbatches=2, emulation={"bandwidth": 100_000 / times})
+    strategy = ours(num_microbatches=2, emulation={"bandwidth": 400_000 / times})
     run(strategy, zoo.make_module("mlp"), zoo.make_batches("mlp", 3), devices=2)
     assert strategy.report()["stall_pct"] > 10
 

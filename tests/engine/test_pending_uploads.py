@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
-from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.devices.queued import ThreadEvent
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.uploads import SlotMemory

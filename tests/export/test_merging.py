@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from export_runs import logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ SMALL = {
 }
 TIED = SMALL | {"tie_word_embeddings": True}
 MOE = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-TOKENS = torch.arange(2, 26).reshape(2, 12)
 
 
 def make_base(folder, kind="llama", dtype="float32", **settings):
@@ -46,11 +46,6 @@ def make_adapters(base, folder, config):
             parameter.data += torch.randn_like(parameter) * 0.1
     model.save_pretrained(folder, save_embedding_layers=False)
     return logits(model)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(TOKENS).logits
 
 
 def load(folder, dtype="auto"):

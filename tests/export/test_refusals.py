@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from export_runs import train
+from export_runs import SIZES, train
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -14,13 +14,10 @@ from transformers import AutoModelForCausalLM
 from lightning_roundpipe.export import export, weight_sources
 from lightning_roundpipe.model.loading import from_config
 
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
-
 
 def make_base(folder, kind="llama", **settings):
     torch.manual_seed(0)
-    from_config(kind, **(SIZES | HEADS | settings)).model.save_pretrained(folder, max_shard_size="100KB")
+    from_config(kind, **(SIZES | settings)).model.save_pretrained(folder, max_shard_size="100KB")
     return folder
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from export_runs import logits, train
+from export_runs import SIZES, logits, train
 from peft import PeftModel
 from tiny_tokenizer import CHAT, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,8 +15,6 @@ from lightning_roundpipe.export.trained import find_trained
 from lightning_roundpipe.model.loading import from_config
 
 LORA = "lora=all_linear"
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
 
 
 def exported(run, to, **options):
@@ -29,7 +27,7 @@ def base(tmp_path_factory):
     """The base model of most runs here, in a folder and in bfloat16."""
     folder = tmp_path_factory.mktemp("models") / "base"
     torch.manual_seed(3)
-    model = from_config("llama", dtype="bfloat16", **SIZES, **HEADS).model
+    model = from_config("llama", dtype="bfloat16", **SIZES).model
     model.generation_config.max_length = 77
     model.save_pretrained(folder, max_shard_size="100KB")
     return folder
@@ -59,7 +57,7 @@ def test_the_tokenizer_of_the_data_comes_along(base, tmp_path):
     for number in range(6):
         (texts / f"{number}.txt").write_text(f"the bee {number} " * 60)
     tiny_tokenizer().save_pretrained(folder)
-    from_config("llama", **{**SIZES, "vocab_size": 300}, **HEADS).model.save_pretrained(model)
+    from_config("llama", **(SIZES | {"vocab_size": 300})).model.save_pretrained(model)
     tiny_tokenizer(None).save_pretrained(model)
     data = ["data=texts", f"data.path={texts}"]
     options = ["model=folder", f"model.folder={model}", *data, "data.sequence_length=32"]

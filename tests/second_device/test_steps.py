@@ -2,8 +2,8 @@
 
 import pytest
 import test_bypass
-from checkpointed import KINDS, PLACES, batches, build
 from harness import assert_same, assert_tensors_same, ours, run
+from test_checkpointed_code import KINDS, PLACES, batches, build
 from test_composed_optimizers import BY_LAYER, LAYERS, Trained
 from test_composed_optimizers import batches as rows
 from zoo_runs import expected, train

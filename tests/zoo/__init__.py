@@ -13,7 +13,7 @@ from zoo import language, others, plain, stateful, user_code, vision  # noqa: F4
 from zoo.batches import VOCAB, Batch
 from zoo.modules import CausalLM, Classifier, HuggingFace, PlainClassifier, Seq2SeqLM, Voting, ZooModule, sgd
 from zoo.plain import MLP, ResidualBlock
-from zoo.registry import BLOCKS, ENTRIES, LORA_SEED, WIDTH, Entry, make, make_batches, make_module
+from zoo.registry import BLOCKS, ENTRIES, LORA_SEED, WIDTH, Entry, make_batches, make_module
 
 __all__ = [
     "BLOCKS",
@@ -32,7 +32,6 @@ __all__ = [
     "Seq2SeqLM",
     "Voting",
     "ZooModule",
-    "make",
     "make_batches",
     "make_module",
     "sgd",

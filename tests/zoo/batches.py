@@ -53,10 +53,6 @@ def vector_batch(generator, samples, length):
     return {"x": x, "y": torch.randint(0, 5, (samples,), generator=generator)}
 
 
-def unlabelled_batch(generator, samples, length):
-    return {"x": torch.randn(samples, 8, generator=generator)}
-
-
 def sequence_batch(generator, samples, length):
     x = torch.randn(samples, length, 8, generator=generator)
     return {"x": x, "y": torch.randint(0, 5, (samples,), generator=generator)}

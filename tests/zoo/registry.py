@@ -24,7 +24,6 @@ class Entry:
         lora: whether it has a variant with adapters.
         coupled: what it computes for a sample depends on the others of its batch, so that parts of a batch equal the
             same parts one after another, not the whole batch.
-        layers: the strategy's option, for models whose layers are not found as the test wants them.
         other: compared in one run only.
     """
 
@@ -33,7 +32,6 @@ class Entry:
     module: type[ZooModule]
     lora: bool = False
     coupled: bool = False
-    layers: tuple[str, ...] | None = None
     other: bool = False
 
 
@@ -76,8 +74,3 @@ def make_batches(name, count=3, samples=6, seed=3):
     """``count`` different batches; every other one is shorter, as padding to the longest sample gives."""
     generator = torch.Generator().manual_seed(seed)
     return [ENTRIES[name].batch(generator, samples, 12 if i % 2 == 0 else 9) for i in range(count)]
-
-
-def make(name, lora=False, samples=6):
-    """A module and one batch of ``samples``."""
-    return make_module(name, lora), make_batches(name, 1, samples)[0]
