@@ -33,7 +33,7 @@ def check_command_answers() -> None:
 
 def check_the_plan_command_plans() -> None:
     """The command is installed, with the models and machines that it knows."""
-    chosen = ["model=llama3_1_8b", "gpu=rtx4090", "gpus=8", "host_memory=256GiB", "partitioner=paper", "format=json"]
+    chosen = ["model=llama3_1_8b", "gpu=rtx4090", "gpus=8", "host_memory=256GiB", "search_seconds=0", "format=json"]
     command = [COMMAND.with_name("roundpipe-plan"), *chosen]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

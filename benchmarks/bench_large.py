@@ -26,7 +26,7 @@ from hydra import compose, initialize_config_module
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
 from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.devices.host_memory import peak_bytes
-from lightning_roundpipe.planning.packing import PackedFormat, pack
+from lightning_roundpipe.estimates.packing import PackedFormat, pack
 from lightning_roundpipe.tasks.fine_tuning import build
 
 MIB, GIB = 2**20, 2**30

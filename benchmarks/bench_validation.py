@@ -1,4 +1,4 @@
-"""Predicted over measured: ``roundpipe-plan ... partitioner=paper`` beside what the paper's system reached.
+"""Predicted over measured: the paper's library (`paper_library`) beside what the paper's system reached.
 
 `measured.json` holds the rows, with the batch and the microbatches that each was measured with. Nothing is fitted for a
 model; the numbers of a machine are those of ``conf/hardware``. Devices have no limit of memory here: that these rows
@@ -18,16 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from common import parser_of, show
+from paper_library import PaperShape
 
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.request import PlanRequest
+from lightning_roundpipe.planning.pipeline import Staleness
+from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.search import paper_plan
 
 ROWS = Path(__file__).with_name("measured.json")
 NO_LIMIT = 2**50
 LENGTH = 2048
+STEPS = 8
+"""Number of steps whose mean counts, after as many that fill the pipeline."""
 POSITIONS = 40960
 """All models have so many; beyond, they are planned with more."""
 MACHINES = {"rtx4090": "rtx4090x8", "a800": "a800x8"}
@@ -35,7 +39,7 @@ MACHINES = {"rtx4090": "rtx4090x8", "a800": "a800x8"}
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement, and what the plan command makes of it."""
+    """A measurement, and what is predicted for it."""
 
     name: str
     machine: str
@@ -57,40 +61,37 @@ def read_rows() -> list[dict[str, Any]]:
 
 
 def predict(row: dict[str, Any]) -> Row:
-    """What the plan command says for a row."""
+    """What is predicted for a row."""
     microbatches = row["microbatches"] * row["passes"]
-    wish = Wish(
-        model=row["model"].removesuffix("-lora").replace("-", "_").replace(".", "_"),
-        hardware=MACHINES[row["hardware"]],
-        lora="attention" if row["model"].endswith("-lora") else "none",
-        precision="16-true",
-        sequence_length=row["sequence"],
-        microbatch_size=max(1, round(row["batch"] / microbatches)),
-        microbatches=microbatches,
-        max_round=row["microbatches"],
-        workers=row["gpus"],
-        staleness=1 if row["mode"] == "async" else 0,
-        memory=NO_LIMIT,
-        host_memory=NO_LIMIT,
-        partitioner="paper",
-        model_settings=(("max_position_embeddings", str(row["sequence"])),) if row["sequence"] > POSITIONS else (),
+    staleness: Staleness = 1 if row["mode"] == "async" else 0
+    shape = shape_at(
+        PlanRequest(
+            model=row["model"].removesuffix("-lora").replace("-", "_").replace(".", "_"),
+            lora="attention" if row["model"].endswith("-lora") else "none",
+            precision="16-true",
+            staleness=staleness,
+            model_settings=(("max_position_embeddings", str(row["sequence"])),) if row["sequence"] > POSITIONS else (),
+        ),
+        MACHINES[row["hardware"]],
+        row["gpus"],
     )
-    shape = shape_at(replace(wish, sequence_length=None, microbatch_size=None, microbatches=None, max_round=None))
+    size, members = max(1, round(row["batch"] / microbatches)), row["microbatches"]
+    rules = replace(shape.rules(staleness), memory=NO_LIMIT)
+    problem = Problem.usual(shape.costs(size, row["sequence"]), row["gpus"], microbatches, rules=rules)
+    problem = replace(problem, memory=NO_LIMIT, min_round=min(problem.min_round, members), max_round=members)
     if row.get("layers"):
-        calls = len(shape.costs(1, LENGTH))
-        plan = replace(Plan.per_call(calls, row["microbatches"]), recompute_ahead=True)
-        wish = replace(wish, plan=str(plan))
-    found = look_at(shape, wish, longest=False)
+        plan = replace(Plan.per_call(len(problem.costs), members), recompute_ahead=True)
+    else:
+        plan = paper_plan(problem)
+    tokens_per_s = microbatches * size * row["sequence"] / problem.period_s(plan, STEPS)
     return Row(
-        row["model"], row["hardware"], row["gpus"], row["mode"], row["sequence"], row["tokens_per_s"],
-        found.tokens_per_s,
-    )  # fmt: skip
+        row["model"], row["hardware"], row["gpus"], row["mode"], row["sequence"], row["tokens_per_s"], tokens_per_s
+    )
 
 
 @cache
-def shape_at(wish: Wish) -> ModelShape:
-    machine = read_machine(str(wish.hardware))
-    return shape_of(wish, replace(machine, workers=wish.workers or machine.workers, host_memory=NO_LIMIT))
+def shape_at(request: PlanRequest, hardware: str, gpus: int) -> PaperShape:
+    return PaperShape(request, replace(read_machine(hardware), workers=gpus), NO_LIMIT)
 
 
 def summary(rows: list[Row]) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Longest, Outlook, find_longest, look_at, shape_of
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.hardware import choose_machine
+from lightning_roundpipe.estimates.outlook import Longest, Outlook, find_longest, look_at, shape_of
+from lightning_roundpipe.estimates.request import PlanRequest
 
 PAGE = Path(__file__).with_name("long-sequences.md")
 BEGIN, END = "<!-- figures: docs/make_long_sequences.py -->\n", "<!-- end of figures -->\n"
@@ -31,8 +31,8 @@ class Row:
     paper: int
     lora: str = "none"
 
-    def wish(self, gpus: int) -> Wish:
-        return Wish(
+    def request(self, gpus: int) -> PlanRequest:
+        return PlanRequest(
             model=self.name,
             hardware=f"rtx4090x{gpus}",
             lora=self.lora,
@@ -84,10 +84,10 @@ class Found:
 
 
 def find(row: Row, gpus: int) -> Found:
-    wish = row.wish(gpus)
-    machine, _ = choose_machine(wish.hardware, None, None, None, wish.host_memory)
-    whole = shape_of(wish, machine)
-    tiled, outlook = whole.in_tiles(), look_at(whole, wish)
+    request = row.request(gpus)
+    machine, _ = choose_machine(request.hardware, None, None, None, request.host_memory)
+    whole = shape_of(request, machine)
+    tiled, outlook = whole.in_tiles(), look_at(whole, request)
     assert outlook.longest is not None and outlook.longest.tokens, "some sequence fits"
     calls = (shape.costs(1, outlook.longest.tokens) for shape in (whole, tiled))
     before, after = (sum(call.time_s("forward") + call.time_s("backward") for call in costs) for costs in calls)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_roundpipe.commands.plan_model import Outlook, look
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.outlook import Outlook, look
+from lightning_roundpipe.estimates.request import PlanRequest
 
 PAGE = Path(__file__).with_name("estimates.md")
 PLANS = PAGE.with_name("paper-plans.txt")
@@ -41,8 +41,8 @@ class Row:
     lora: str = "none"
 
     @property
-    def wish(self) -> Wish:
-        return Wish(
+    def request(self) -> PlanRequest:
+        return PlanRequest(
             model=self.name,
             hardware="rtx4090x8",
             lora=self.lora,
@@ -115,7 +115,7 @@ def main() -> None:
     found = []
     for row in ROWS:
         print(row.command, file=sys.stderr)
-        found.append(look(row.wish))
+        found.append(look(row.request))
     PLANS.write_text("".join(f"{outlook.plan}\n" for outlook in found))
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{figures(found)}{END}{rest.split(END)[1]}")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.hardware import choose_machine
+from lightning_roundpipe.estimates.model_shape import ModelShape
+from lightning_roundpipe.estimates.outlook import Outlook, look_at, shape_of
+from lightning_roundpipe.estimates.request import PlanRequest
 from lightning_roundpipe.planning.memory import total
 from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.pipeline import Staleness
@@ -40,8 +39,8 @@ class Row:
     host: int
     """GiB of each machine."""
 
-    def wish(self, machines: int, network: str | None, staleness: Staleness) -> Wish:
-        return Wish(
+    def request(self, machines: int, network: str | None, staleness: Staleness) -> PlanRequest:
+        return PlanRequest(
             model=self.name,
             hardware="rtx4090x4",
             lora="none",
@@ -71,21 +70,14 @@ ROWS = (Row("llama3_1_8b", "Llama-3.1-8B", 64, 256),)
 
 
 def shape_for(row: Row, machines: int, staleness: Staleness) -> ModelShape:
-    wish = row.wish(machines, None if machines == 1 else NETWORKS[0], staleness)
-    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory)[0]
-    return shape_of(wish, machine)
-
-
-def shared(shape: ModelShape, machines: int, staleness: Staleness) -> ModelShape:
-    """The same model on more machines: the costs of its calls are the same."""
-    other = copy(shape)
-    other._parameters = replace(shape._parameters, machines=machines, double_buffered=bool(staleness))
-    return other
+    request = row.request(machines, None if machines == 1 else NETWORKS[0], staleness)
+    machine = choose_machine(request.hardware, None, None, None, request.host_memory)[0]
+    return shape_of(request, machine)
 
 
 def look(row: Row, shape: ModelShape, machines: int, network: str | None, staleness: Staleness) -> Outlook:
-    own = shared(shape, machines, staleness)
-    return look_at(own, row.wish(machines, network, staleness), longest=False)
+    request = row.request(machines, network, staleness)
+    return look_at(shape.under(request), request, longest=False)
 
 
 def outlooks(row: Row, shape: ModelShape) -> Iterator[tuple[int, str | None, dict[Staleness, Outlook]]]:

@@ -13,10 +13,10 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.hardware import choose_machine
+from lightning_roundpipe.estimates.model_shape import ModelShape
+from lightning_roundpipe.estimates.outlook import Outlook, look_at, shape_of
+from lightning_roundpipe.estimates.request import PlanRequest
 
 PAGE = Path(__file__).parent.with_name("README.md")
 BEGIN, END = "<!-- figures: docs/make_what_fits.py -->\n", "<!-- end of figures -->\n"
@@ -49,8 +49,8 @@ class Row:
     lora: str = "none"
     optimizer_state: str = "fp32"
 
-    def wish(self, kind: str, gpus: int, size: int) -> Wish:
-        return Wish(
+    def request(self, kind: str, gpus: int, size: int) -> PlanRequest:
+        return PlanRequest(
             model=self.name,
             model_settings=(("quantization", "nf4"),) if self.how == "QLoRA" else (),
             hardware=None,
@@ -87,14 +87,14 @@ ROWS = (
 
 def shape(row: Row, kind: str) -> ModelShape:
     """The model on one GPU of a kind; the costs of its calls are the same on several."""
-    return shape_of(row.wish(kind, 1, SIZES[0]), choose_machine(None, kind, 1, None, row.host * GIB)[0])
+    return shape_of(row.request(kind, 1, SIZES[0]), choose_machine(None, kind, 1, None, row.host * GIB)[0])
 
 
 def best(row: Row, kind: str, gpus: int, one: ModelShape) -> Outlook | None:
     """With the fastest size of microbatches that fits; None: none does."""
     own = copy(one)
     own.hardware = choose_machine(None, kind, gpus, None, row.host * GIB)[0]
-    outlooks = [look_at(own, row.wish(kind, gpus, size), longest=False) for size in SIZES]
+    outlooks = [look_at(own, row.request(kind, gpus, size), longest=False) for size in SIZES]
     return max(
         (outlook for outlook in outlooks if outlook.fits), key=lambda outlook: outlook.tokens_per_s, default=None
     )

@@ -45,7 +45,7 @@ from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.model.token_tiles import run_in_tiles
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.reports.announcements import Announcements, changed_settings, name_devices
-from lightning_roundpipe.reports.monitors import profile_all_threads, windows_left
+from lightning_roundpipe.reports.monitors import clips_by_norm, profile_all_threads, windows_left
 from lightning_roundpipe.reports.page import write_page
 from lightning_roundpipe.reports.planned import replay_of
 from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
@@ -308,6 +308,7 @@ class RoundPipeStrategy(SeveralMachines):
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
             self._engine.planner.windows_left = functools.partial(windows_left, trainer)
+            self._engine.planner.clips = functools.partial(clips_by_norm, trainer)
             self._engine.within_window = self._stepping.is_within_window
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)

@@ -12,6 +12,13 @@ DEVICES = on_devices(3)
 KINDS = pytest.mark.parametrize("kind", ["validate", "test", "predict"])
 
 
+class Spread(torchmetrics.CatMetric):
+    """A list of tensors, which Lightning copies when it logs the metric for the second time."""
+
+    def compute(self):
+        return super().compute().std()
+
+
 class Evaluated(Net):
     """Sets attributes, logs in every way, and returns a dict of its own."""
 
@@ -20,7 +27,7 @@ class Evaluated(Net):
     def __init__(self):
         super().__init__(norm=True)
         self.metric = torchmetrics.MeanMetric()
-        self.order = torchmetrics.CatMetric()
+        self.order, self.spread = torchmetrics.CatMetric(), Spread()
         self.index, self.seen = -1, 0
 
     def _evaluate(self, batch, batch_idx, dataloader_idx=0):
@@ -31,6 +38,9 @@ class Evaluated(Net):
         loss = self.loss(batch)
         self.metric(loss)
         self.order.update(batch[0][:, 0])
+        if not dataloader_idx:
+            self.spread.update(batch[0][:, 0])
+            self.log("spread", self.spread)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("own", float(self.index == batch_idx))
         self.log("metric", self.metric, on_step=True, on_epoch=True)

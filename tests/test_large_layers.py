@@ -7,11 +7,11 @@ from harness import assert_same, ours, run
 from torch import nn
 from zoo_runs import expected
 
-from lightning_roundpipe.commands.choices import make_model, read_config
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape
-from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.config import Options
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.model_shape import ModelShape
+from lightning_roundpipe.estimates.models import make_model, read_config
+from lightning_roundpipe.estimates.request import PlanRequest
 from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.model.layers import find_layers
@@ -70,7 +70,7 @@ def test_the_plan_command_cuts_what_training_cuts():
     formats, cuts = Formats(torch.bfloat16), []
     for budget in (largest(root), largest(root) * 5 // 8, largest(root) * 3 // 8):
         trained = layers_that_fit(root, Options(memory_budget=budget), [], formats)
-        planned = ModelShape(Wish(name), machine, memory=budget).refined
+        planned = ModelShape(PlanRequest(name), machine, memory=budget).refined
         assert list(planned.layers) == list(trained.layers) and planned.cuts == trained.cuts
         cuts.append(len(trained.cuts))
     assert cuts[0] == 0 < cuts[1] < cuts[2]

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "lightning_roundpipe"
 LAYERS = [
     {"config", "messages", "extras", "heap"},
     {"devices", "planning", "model", "optim", "machines"},
+    {"estimates"},
     {"batches", "threads"},
     {"faults", "memory"},
     {"user_code"},
@@ -89,6 +90,11 @@ def test_imports_go_downwards():
     for file in FILES:
         found = breaches(unit_of(file), ast.parse(file.read_text()), list(file.parent.relative_to(ROOT).parts))
         assert not found, file
+
+
+def test_planning_knows_no_modules():
+    for file in (PACKAGE / "planning").glob("*.py"):
+        assert not any(name[0] == "torch" for _, name in imported_names(ast.parse(file.read_text()), [])), file
 
 
 @functools.cache

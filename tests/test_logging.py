@@ -82,7 +82,7 @@ class Metrics(Logs):
 
     def __init__(self):
         super().__init__()
-        self.area = classification.MulticlassAUROC(5)
+        self.area, self.updated = classification.MulticlassAUROC(5), classification.MulticlassAUROC(5)
         self.total = torchmetrics.SumMetric()
         self.largest = torchmetrics.MaxMetric()
         self.gathered = torchmetrics.CatMetric()
@@ -97,6 +97,8 @@ class Metrics(Logs):
         x, y = batch["x"], batch["y"]
         self.area(logits, y)
         self.log("area", self.area, on_step=True, on_epoch=True)
+        self.updated.update(logits, y)
+        self.log("updated", self.updated, on_step=False, on_epoch=True)
         self.total(x)
         self.log("total", self.total)
         self.total(-x / 2)

@@ -8,10 +8,10 @@ import torch
 from harness import loader, ours, quiet, trainer_of
 from peft import LoraConfig
 
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, ModelShape, find_longest
-from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.devices.errors import DoesNotFit
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.outlook import MEMORY_SHARE, ModelShape, find_longest
+from lightning_roundpipe.estimates.request import PlanRequest
 from lightning_roundpipe.model.loading import from_config
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.tasks.causal_lm import CausalLM
@@ -48,8 +48,8 @@ def shape_of(kind, lora, folder):
     config, choice = folder / "config.json", folder / "lora.yaml"
     config.write_text(json.dumps(settings(kind)))
     choice.write_text(json.dumps(adapters(kind)))
-    wish = Wish(str(config), lora=str(choice) if lora else "none", precision="32-true")
-    return ModelShape(wish, read_machine("cpu"))
+    request = PlanRequest(str(config), lora=str(choice) if lora else "none", precision="32-true")
+    return ModelShape(request, read_machine("cpu"))
 
 
 def train(kind, lora, length, workers, **options):

@@ -20,9 +20,9 @@ from torch import nn
 
 from lightning_roundpipe.devices import Event
 from lightning_roundpipe.engine.layer_calls import Tape
+from lightning_roundpipe.estimates.crossing import tensor_bytes
 from lightning_roundpipe.memory.in_flight import InFlight
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.planning.memory import WorkerNeeds, boundary_bytes, device_bytes
 
 WITHIN = 0.05

@@ -10,7 +10,7 @@ import zoo
 from harness import assert_identical, assert_same, ours, run
 from zoo_runs import expected, module
 
-from lightning_roundpipe.planning.nominal import EMULATED, GPU, nominal
+from lightning_roundpipe.estimates.nominal import EMULATED, GPU, nominal
 from lightning_roundpipe.planning.profile import read_hardware
 
 HARDWARE = Path(__file__).parent.parent / "conf" / "hardware"

@@ -15,7 +15,7 @@ TESTED_BY = {
     "torch.random.fork_rng": "test_checkpointed_code.py",
     "owner.log": "test_evaluation_window.py",
     "value._forward_cache": "test_logging.py",
-    "torch.autocast": "planning/test_estimate.py",
+    "torch.autocast": "estimates/test_costs_of_shapes.py",
     "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING": "model/test_quantize.py",
     "gguf.GGUFReader": "model/test_loading.py",
     "warnings.formatwarning": "tasks/test_fine_tuning.py",

@@ -13,10 +13,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lightning_roundpipe.commands.answer import Answer
+from lightning_roundpipe.estimates.conf_files import Settings
 from lightning_roundpipe.messages import did_you_mean, raised_here
-
-Settings = tuple[tuple[str, str], ...]
-"""Settings of a group as pairs of name and text: ``lora.r=8`` is ``("r", "8")``."""
 
 Reader = Callable[[str, str], Any]
 """Function that converts the text of an option, given text and name. It raises ``ValueError`` for a mistake."""

@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from lightning_roundpipe.commands.answer import Answer, table
-from lightning_roundpipe.commands.plan_model import Outlook
-from lightning_roundpipe.commands.remedies import Remedies
+from lightning_roundpipe.estimates.outlook import Outlook
+from lightning_roundpipe.estimates.remedies import Remedies
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.memory import Item, carried_bytes, size_text, stage_rows, system_bytes, total
 
@@ -17,11 +17,11 @@ _FASTER = 1.02
 """Ratio of tokens a second from which on data parallelism is named. What is closer is within the error of estimates."""
 
 _SETTINGS = (
-    "lora", "precision", "staleness", "reduce_dtype", "optimizer_state", "gradient_clip_val", "partitioner",
+    "lora", "precision", "staleness", "reduce_dtype", "optimizer_state", "gradient_clip_val",
     "max_positions",
 )  # fmt: skip
 _SIZES = ("workers", "microbatches", "microbatch_size", "sequence_length")
-"""What JSON says of the wish, and of the estimate."""
+"""What JSON says of the request, and of the estimate."""
 
 
 def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
@@ -31,7 +31,7 @@ def answer(found: Outlook, remedies: Remedies | None = None) -> Answer:
         _memory_table(heading, found.items_of(worker), found.memory_of(worker), locked=False)
         for heading, worker in devices.items()
     ]
-    host = "Host" if found.wish.machines == 1 else "Each host"
+    host = "Host" if found.request.machines == 1 else "Each host"
     tables.append(_memory_table(host, found.host_items, found.shape.hardware.host_memory, locked=True))
     return Answer(
         verdict=_verdict(found),
@@ -126,32 +126,30 @@ def _facts(found: Outlook) -> list[str]:
 
 def _notes(found: Outlook) -> list[str]:
     """Return sentences about the model, the machine, and what the estimate assumes."""
-    wish, parameters = found.wish, found.shape.parameters
-    reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
-    reduced += "" if wish.optimizer_state == "fp32" else f", moments in {wish.optimizer_state}"
-    reduced += "" if wish.gradient_clip_val is None else ", gradients are clipped"
+    request, parameters = found.request, found.shape.parameters
+    reduced = "" if request.reduce_dtype is None else f", gradients travel in {request.reduce_dtype}"
+    reduced += "" if request.optimizer_state == "fp32" else f", moments in {request.optimizer_state}"
+    reduced += "" if request.gradient_clip_val is None else ", gradients are clipped"
     each = (
-        f"{wish.machines} machines, each {found.shape.hardware.title}"
-        if wish.machines > 1
+        f"{request.machines} machines, each {found.shape.hardware.title}"
+        if request.machines > 1
         else found.shape.hardware.title
     )
-    adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
+    adapters = "" if request.lora == "none" else f", lora={request.lora}"
     lines = [
-        f"{wish.model}{adapters}: {_count(parameters.trained + parameters.frozen)} weights, "
+        f"{request.model}{adapters}: {_count(parameters.trained + parameters.frozen)} weights, "
         f"{_count(parameters.trained)} of them trained.",
         f"{each}: {plural(found.workers, 'worker')}, {plural(found.microbatches, 'microbatch')} of "
-        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
-        f"{reduced}.",
+        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {request.precision}, "
+        f"staleness {request.staleness}{reduced}.",
     ]
-    if wish.like_paper:
-        lines.append("Predicted is the paper's library, under its plan and with its times (partitioner=paper).")
     lines += [f"Assumed {text}" for text in found.assumed]
-    if wish.precision.endswith("-mixed"):
+    if request.precision.endswith("-mixed"):
         lines.append(
-            f"Counted as if all were in 16 bits, as {wish.precision.replace('mixed', 'true')} has it; {wish.precision} "
-            "keeps norms, embeddings and what goes from layer to layer in fp32."
+            f"Counted as if all were in 16 bits, as {request.precision.replace('mixed', 'true')} has it; "
+            f"{request.precision} keeps norms, embeddings and what goes from layer to layer in fp32."
         )
-    if wish.precision == "fp8":
+    if request.precision == "fp8":
         lines.append(
             "Counted as precision=bf16-true with compiled linear layers of torchao.float8 (the output layer stays in "
             "bf16): weights travel in bf16."
@@ -160,9 +158,9 @@ def _notes(found: Outlook) -> list[str]:
         lines += _packed(found)
     elif parameters.frozen and parameters.compute_bytes < 4:
         lines.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
-    if wish.max_positions is not None:
+    if request.max_positions is not None:
         lines.append(
-            f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
+            f"Planned for {request.max_positions:,} positions (max_positions=); the configuration has "
             f"{found.shape.configured:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
         )
     if cuts := _cuts(found):
@@ -213,7 +211,7 @@ def _tried(found: Outlook, remedies: Remedies) -> list[str]:
     where = "a host with more memory"
     if remedies.device_memory is not None:
         enough = size_text(remedies.device_memory)
-        where = f"memory={enough} or more" if found.wish.memory else f"devices with {enough} or more"
+        where = f"memory={enough} or more" if found.request.memory else f"devices with {enough} or more"
     tried = f" (tried: {'; '.join(remedies.hopeless)})" if remedies.hopeless else ""
     return [f"Nothing that was tried fits{tried}. Take {where}, or a smaller model."]
 
@@ -254,14 +252,14 @@ def _seconds(seconds: float) -> str:
 
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
     """Return what ``format=json`` prints. Keys end in their units; times and rates are None if it does not fit."""
-    wish, parameters, run, sent = found.wish, found.shape.parameters, found.run, found.communication
+    request, parameters, run, sent = found.request, found.shape.parameters, found.run, found.communication
     return {
-        "model": wish.model,
+        "model": request.model,
         "hardware": found.shape.hardware.title,
         "assumed": list(found.assumed),
-        **{name: getattr(wish, name) for name in _SETTINGS},
-        "token_tiles": dict(wish.token_tiles) if isinstance(wish.token_tiles, tuple) else wish.token_tiles,
-        "machines": wish.machines,
+        **{name: getattr(request, name) for name in _SETTINGS},
+        "token_tiles": dict(request.token_tiles) if isinstance(request.token_tiles, tuple) else request.token_tiles,
+        "machines": request.machines,
         "communication": None
         if sent is None
         else {

@@ -12,7 +12,7 @@ from lightning_roundpipe.reports.planned import report_of
 from lightning_roundpipe.reports.traces import write_trace
 
 if TYPE_CHECKING:
-    from lightning_roundpipe.commands.plan_model import Outlook
+    from lightning_roundpipe.estimates.outlook import Outlook
 
 _STEPS = {0: 2, 1: 3}
 """Number of drawn steps, by staleness: with 1, steps overlap."""
@@ -26,7 +26,7 @@ def draw_plan(found: Outlook, picture: Path | None, trace: Path | None) -> None:
     runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, rules, len(found.run.ends_s))}
     if found.plan != paper:
         runs["found by simulation"] = found.run
-    name, steps = Path(found.wish.model).name, _STEPS[found.wish.staleness]
+    name, steps = Path(found.request.model).name, _STEPS[found.request.staleness]
     reports = {
         f"{name}, {how}": report_of(run, costs, microbatches, run.period_s(len(run.ends_s) // 2), steps)
         for how, run in runs.items()

@@ -31,11 +31,11 @@ from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.devices.host_memory import free_bytes, total_bytes
 from lightning_roundpipe.devices.interpreter import unwalked_objects
 from lightning_roundpipe.devices.intraop_threads import apply_num_threads
+from lightning_roundpipe.estimates.meter import Counter, attention_flops
+from lightning_roundpipe.estimates.nominal import EMULATED, nominal
 from lightning_roundpipe.messages import first_line, plural
-from lightning_roundpipe.planning.meter import Counter, attention_flops
-from lightning_roundpipe.planning.nominal import EMULATED, nominal
 from lightning_roundpipe.planning.profile import Format, Hardware
-from lightning_roundpipe.planning.updates import ADAMW_BYTES
+from lightning_roundpipe.planning.updates import adamw_bytes
 
 EMULATED_WORKERS = 4
 """Default number of emulated devices, as in ``conf/hardware/cpu.yaml``."""
@@ -212,7 +212,7 @@ def _optimizer_rate() -> float:
     weights = [nn.Parameter(part.clone()) for part in torch.ones(elements).chunk(4)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    return ADAMW_BYTES * elements / _seconds(torch.optim.AdamW(weights, fused=True).step)
+    return adamw_bytes() * elements / _seconds(torch.optim.AdamW(weights, fused=True).step)
 
 
 def _processor() -> str:

@@ -26,9 +26,9 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.base import check_copy, stage
 from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.estimates.crossing import tensor_bytes
 from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.memory.peak_memory import INPUTS
-from lightning_roundpipe.planning.crossing import tensor_bytes
 
 
 class Arriving(NamedTuple):

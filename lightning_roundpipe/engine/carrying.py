@@ -30,8 +30,8 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.alike import ALIGNED, copy_alike, misalignment, reach
 from lightning_roundpipe.engine.activations import download_parts
 from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.estimates.meter import flops_of
 from lightning_roundpipe.memory.host_tensor import HostTensor
-from lightning_roundpipe.planning.meter import flops_of
 
 COPIES = "carried products"
 _C: Any = torch._C

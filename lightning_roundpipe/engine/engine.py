@@ -20,7 +20,8 @@ from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.compiling import LayerCompiler, forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
-from lightning_roundpipe.engine.evaluation import Batch, Evaluations
+from lightning_roundpipe.engine.evaluation import Evaluations
+from lightning_roundpipe.engine.evaluation_batches import Batch
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
@@ -157,10 +158,11 @@ class Engine:
             self._drain()
         plan, before = context.learned.plan, self._step_in_flight
         step = Step(
-            context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan
-        )
+            context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan,
+            measures=plan is None and context.options.overlap and not context.learned.in_order,
+        )  # fmt: skip
         self._set_up()
-        keeps = step.plan is not None or not context.options.overlap or context.learned.in_order
+        keeps = step.spec.plan is not None or not context.options.overlap or context.learned.in_order
         context.gradients.pool.begin_window(keeps=keeps)
         runs: list[Microbatch] = []
         try:
@@ -169,7 +171,7 @@ class Engine:
                     context.attributes.begin()
                     context.shared.begin()
                     try:
-                        step.run(functions, in_order=step.plan is None or not context.options.overlap)
+                        step.run(functions, in_order=step.spec.plan is None or not context.options.overlap)
                     finally:
                         runs = step.microbatches
                 before, self._step_in_flight = self._step_in_flight, step

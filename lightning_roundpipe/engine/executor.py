@@ -11,6 +11,7 @@ import contextvars
 import functools
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.alike import clone_alike, copy_alike
 from lightning_roundpipe.devices.base import NOTHING
 from lightning_roundpipe.engine.activations import Arriving
-from lightning_roundpipe.engine.arguments import Arguments, Substitution, collect
+from lightning_roundpipe.engine.arguments import Arguments, Built, Substitution, collect
 from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
 from lightning_roundpipe.engine.layer_attributes import LayerWrites
@@ -36,6 +37,8 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Baton, Computing
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.estimates.crossing import storage_bytes
+from lightning_roundpipe.estimates.meter import Counter
 from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.arenas import address_of
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -45,8 +48,6 @@ from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, P
 from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher, RoundedWeight
 from lightning_roundpipe.model.replica import Replica
-from lightning_roundpipe.planning.crossing import storage_bytes
-from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
@@ -190,6 +191,15 @@ class Outcome:
     shared: list[Tensor] = field(default_factory=list)
     caller: Substitution = field(init=False)
 
+    def find_tensors(self, known: set[int], *, grad: bool) -> None:
+        """Find the tensors that are not ``known``, by their ids; with ``grad`` also those that require grad."""
+        found = self.tensors
+        for value in (*self.result, *(copy for _, copy in self.copies), *(value for *_, value in self.written)):
+            collect(value, known, found)
+        found += [t for _, t in self.mutated if id(t) not in known]
+        if grad:
+            self.differentiable = [t for t in found if t.requires_grad]
+
     def deliver(self, layer: HostLayer, inputs: Sequence[Tensor]) -> None:
         """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
 
@@ -308,70 +318,82 @@ class Executor:
         self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, kind: str,
         carrying: Gathering | Returning | None = None, *, grad: bool,
     ) -> tuple[Outcome, list[Tensor], Gradients]:  # fmt: skip
-        """Run the layer's code; the caller has waited for all that it reads."""
-        layer, device, again = call.layer, self.device, kind == "recompute"
+        """Run the layer's code; the caller has waited for all that it reads.
+
+        Returns the outcome, the tensors that the layer got, and the node that collects their gradients.
+        """
         around = call.environment
         replica.attributes.apply(around.state)
         replica.train(around.trained)
         replica.attributes.fill(around.contents)
         if grad:
-            aliases, sink = inlet(tensors, call.inputs.needs, layer.name, device)
+            aliases, sink = inlet(tensors, call.inputs.needs, call.layer.name, self.device)
         else:
-            aliases, sink = list(tensors), Gradients(0, layer.name, device)
+            aliases, sink = list(tensors), Gradients(0, call.layer.name, self.device)
         built = call.inputs.arguments.build(aliases)
         if built.attributes:
             replica.attributes.hold(built.attributes)
-        versions = [0 if t.is_inference() else t._version for t in aliases]
+        before = [0 if t.is_inference() else t._version for t in aliases]
         own = [p._version for p in replica.parameters]
-        writes = LayerWrites(replica)
-        draws = self._randomness.begin(layer.index, device, around.seed)
+        writes, borrowing = LayerWrites(replica), self._borrowing(call, replica)
+        output = self._called(call, slot, replica, kind, built, writes, borrowing, carrying or NOTHING, grad=grad)
+        self._check_copy(call, replica, own, borrowing, grad=grad)
+        mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != before[i]]
+        run = self._outcome(call, replica, built, output, writes.found(), mutated)
+        seen = {*map(id, aliases), *map(id, replica.parameters)}
+        run.find_tensors(seen.difference([id(t) for _, t in mutated]), grad=grad)
+        if grad and self._randomness.learning and reaches_out(run.differentiable, call.layer.name):
+            call.layer.seen.reaches_out = True
+        return run, aliases, sink
+
+    def _called(
+        self, call: LayerCall, slot: Slot, replica: Replica, kind: str, built: Built, writes: LayerWrites,
+        borrowing: AbstractContextManager[Any], carrying: AbstractContextManager[Any], *, grad: bool,
+    ) -> tuple[Any, dict[str, list[Any]]]:  # fmt: skip
+        """Return what the layer's code returns, and what it collects, under the modes that it needs."""
+        layer, device, again = call.layer, self.device, kind == "recompute"
+        draws = self._randomness.begin(layer.index, device, call.environment.seed)
         forward = self._compiler.of(layer, replica)
         saved = device.saved_for_backward() if grad else NOTHING
         unregistered = replica.unregistered_tensors
         unmoved = unregistered.unmoved(layer.name) if again and unregistered else NOTHING
-        borrowing, cache = self._borrowing(call, replica), parametrize._cache
-        compiled = self._compiler.compiled  # such code contains its hooks
+        compiled, cache = self._compiler.compiled, parametrize._cache  # compiled code contains its hooks
         observed = (None if compiled else layer.observers.watched(replica.modules, again=again)) or NOTHING
         began = time.perf_counter()
         watched = NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
-        carried: contextlib.AbstractContextManager[Any] = carrying or NOTHING
 
         def code() -> tuple[Any, dict[str, list[Any]]]:
-            with saved, unmoved, writes, watched, borrowing, observed, carried:
+            with saved, unmoved, writes, watched, borrowing, observed, carrying:
                 return collecting(forward, *built.args, **built.kwargs)
 
         try:
-            result, collected = self._compute(call, slot, kind, code, keeps_baton=draws)
+            output = self._compute(call, slot, kind, code, keeps_baton=draws)
         finally:  # user code may catch what the layer raises
             if draws:
                 self._randomness.end(layer.index)
         torch.set_grad_enabled(grad)  # the layer may have left it otherwise
-        seconds = time.perf_counter() - began
+        layer.seen.launched(time.perf_counter() - began)
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
-        layer.seen.launched(seconds)
-        self._check_copy(call, replica, own, borrowing, grad=grad)
-        mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != versions[i]]
+        return output
+
+    @staticmethod
+    def _outcome(
+        call: LayerCall, replica: Replica, built: Built, output: tuple[Any, dict[str, list[Any]]],
+        written: list[tuple[int, str, Any]], mutated: list[tuple[int, Tensor]],
+    ) -> Outcome:  # fmt: skip
+        """Return what the layer has given, and take back what its copy holds only for the call."""
+        layer, copies = call.layer, built.copies
         filled = replica.attributes.changed_contents()
-        built.copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
+        copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
         fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
-        set_there, output = writes.found(), (result, collected or None)
-        run = Outcome(output, built.copies, set_there, mutated, bool(set_there) or fills)
-        if set_there or collected:
+        result, collected = output
+        if written or collected:
             layer.observers.act()
-        if set_there:
+        if written:
             replica.attributes.drop_written()
         elif built.attributes:
             replica.attributes.release(built.attributes)
-        seen = {*map(id, aliases), *map(id, replica.parameters)}
-        seen.difference_update([id(t) for _, t in mutated])
-        for value in (*output, *(copy for _, copy in built.copies), *(value for *_, value in set_there)):
-            collect(value, seen, run.tensors)
-        run.tensors += [t for _, t in mutated if id(t) not in seen]
-        if grad:
-            run.differentiable = [t for t in run.tensors if t.requires_grad]
-            if self._randomness.learning and reaches_out(run.differentiable, layer.name):
-                layer.seen.reaches_out = True
-        return run, aliases, sink
+        return Outcome((result, collected or None), copies, written, mutated, bool(written) or fills)
 
     def _check_copy(
         self, call: LayerCall, replica: Replica, versions: Sequence[int], borrowing: object, *, grad: bool
@@ -397,7 +419,7 @@ class Executor:
                 "is lost. Set requires_grad between steps, for example in on_train_batch_start."
             )
 
-    def _borrowing(self, call: LayerCall, replica: Replica) -> contextlib.AbstractContextManager[Any]:
+    def _borrowing(self, call: LayerCall, replica: Replica) -> AbstractContextManager[Any]:
         """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none.
 
         Compiled code has no modes inside.

@@ -31,10 +31,10 @@ from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import GivenUp
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
+from lightning_roundpipe.estimates.crossing import storage_bytes
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
-from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
 
 
@@ -100,7 +100,7 @@ class LayerCalls:
         context, spec, turns = self.context, self.spec, self.turns
         state, contents, attributes = context.attributes.of(layer)
         thread_state = context.thread_state()
-        seed = (*spec.seed, spec.first + turns.microbatch, layer.index, use)
+        seed = spec.seed_of(turns.microbatch, layer.index, use)
         if state is not None and state.with_tensors:
             attributes = {**state.with_tensors, **attributes}
         arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
@@ -139,7 +139,8 @@ class LayerCalls:
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
             worker, bring = executor.worker, activations.on
             worker.wait_for_copies()
-            carries = self.spec.carry.get(call.index) if taped and slot.position is not None else None
+            plan = self.spec.plan if taped and slot.position is not None else None
+            carries = plan.carry_least if plan is not None and call.index in plan.carry else None
             if carries is not None:
                 worker.wait_for_products()
             if taped and not keeps:
@@ -154,6 +155,8 @@ class LayerCalls:
             ]
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, keep_graph=keeps, carries=carries)
+            if self.weights.called(call):
+                worker.wait_for_upload(slot, call.layer)
             if call.output_kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.inputs.saved = list(map(activations.save, tensors, homes))
             if call.reconnect is None:
@@ -162,14 +165,13 @@ class LayerCalls:
 
     def _recomputed_inputs(self, call: LayerCall, slot: Slot) -> Mapping[int, tuple[LayerCall, int]]:
         """Return the inputs that the recomputation of earlier calls gives; see `CallInputs`."""
-        if not self.spec.ahead or slot.position is None:
+        if not self.spec.recomputes_ahead or slot.position is None:
             return {}
         backward = self.turns.slots.planned(call.index, "backward", self.turns.round)
-        if backward is None or call.index not in backward.sums:  # else the plan may have no place for it by then
+        added_to = backward.gradients.sums if backward is not None else {}
+        if call.index not in added_to:  # the plan may have no place for it by then
             return {}
-        return self.unchanged_outputs(
-            call, itertools.takewhile(lambda c: c.index in backward.sums, reversed(self.tape))
-        )
+        return self.unchanged_outputs(call, itertools.takewhile(lambda c: c.index in added_to, reversed(self.tape)))
 
     @staticmethod
     def unchanged_outputs(call: LayerCall, before: Iterable[LayerCall]) -> dict[int, tuple[LayerCall, int]]:
@@ -257,7 +259,7 @@ class Tape:
         turns, activations = self.turns, self.turns.activations
         slot = turns.of(call, "backward")
         planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
-        self._refuse_unplaced(call, slot.sums.get(call.index))
+        self._refuse_unplaced(call, slot.gradients.sums.get(call.index))
         parts = self._gradients_of(call, device)
         saved = call.brought if call.graph is None else []
         sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
@@ -271,7 +273,7 @@ class Tape:
                 for of_output in parts
             ]
             del parts
-            if planned and self.spec.ahead:
+            if planned and self.spec.recomputes_ahead:
                 self._recompute_ahead(call, executor, slot)
             following = self._following(slot)
             activations.bring_ahead(following, device, worker.room)
@@ -336,7 +338,7 @@ class Tape:
 
     def _following(self, slot: Slot) -> list[HostTensor]:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
-        calls = reversed(self.pending) if self.spec.ahead else self.pending[-1:]
+        calls = reversed(self.pending) if self.spec.recomputes_ahead else self.pending[-1:]
         mine = itertools.takewhile(lambda call: call.index in slot.call_indices and slot.phase == "backward", calls)
         return [saved for call in mine for saved in call.brought]
 

@@ -39,6 +39,20 @@ class MainThread:
         self._pool.baton.acquire_exclusive(runner, lambda: self._pool.wait(runner, scope))
         self.holds, self._dtype = True, torch.get_default_dtype()
 
+    @contextlib.contextmanager
+    def holding(self, scope: CancelScope) -> Iterator[None]:
+        """Hold the baton in a block, beside threads that compute without it."""
+        if self.holds:
+            yield
+            return
+        runner = Runner(scope, -1)
+        self._pool.baton.acquire(runner, lambda: self._pool.wait(runner, scope))
+        self.holds = True
+        try:
+            yield
+        finally:
+            self.hand_on()
+
     def hand_on(self) -> None:
         """Hand the baton on, if it is held. The step has failed, or its state is in place."""
         held, self.holds = self.holds, False

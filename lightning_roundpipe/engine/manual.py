@@ -39,13 +39,11 @@ from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
-from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Signal
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
 from lightning_roundpipe.user_code.mode import DATA, UserCodeMode
@@ -53,23 +51,18 @@ from lightning_roundpipe.user_code.stand_ins import Proxies
 
 
 class ManualSlots(StepSlots):
-    """The slots of a batch, one for each call.
+    """The slots of a batch, one for each call."""
 
-    Attributes:
-        trained: which of a layer's parameters are trained, by layer and use: ``toggle_optimizer`` changes that.
-    """
+    def sums_of_call(self, call: LayerCall, microbatch: int | None) -> HostGradSums | None:
+        """Return the host sums of a call's gradients in the running backward; None if nothing of it is trained.
 
-    def __init__(self, context: Context, spec: StepSpec, readiness: GradReadiness) -> None:
-        super().__init__(context, spec, None, readiness)
-        self.trained: dict[tuple[int, int], tuple[bool, ...]] = {}
-
-    def sums_of(self, layer: HostLayer, use: int, microbatch: int | None = None) -> HostGradSums | None:
-        """Return the host sums of a call's gradients in the running backward; None if nothing of it is trained."""
-        key = layer.index, use
+        ``toggle_optimizer`` changes what is.
+        """
+        layer, key = call.layer, (call.layer.index, call.use)
         if key not in self.sums:
             # Counted within this backward, not within the step: a loop of call and backward then reuses one buffer.
             nth = sum(other == layer.index for other, _ in self.sums)
-            self.sums[key] = self._context.gradients.begin(layer, (nth,), self.trained[key])
+            self.sums[key] = self._context.gradients.begin(layer, (nth,), call.environment.trained)
         return self.sums[key] if self.sums[key].layout.nbytes else None
 
     def hand_out(self) -> None:
@@ -90,11 +83,12 @@ class ManualStep(Step):
 
     def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
         super().__init__(
-            context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, shares_state=False, plan=None
-        )
+            context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, shares_state=False, plan=None,
+            measures=False,
+        )  # fmt: skip
 
     def _make_slots(self) -> ManualSlots:
-        return ManualSlots(self.context, self.spec, self.readiness)
+        return ManualSlots(self.context, self.spec)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> ManualMicrobatch:
         assert isinstance(self.slots, ManualSlots)
@@ -156,9 +150,11 @@ class _Weights(WeightGuard):
             layer.bucket.refresh()
             self._copied[layer.index] = now
 
-    def taped(self, call: LayerCall) -> None:
-        """Note the weights that a call was made with."""
-        self._at_call[call] = call.layer.weights.written()
+    def called(self, call: LayerCall) -> bool:
+        """Note the weights that a call was made with, and let its upload end [1]."""
+        if call.output_kinds and call.reconnect is None:
+            self._at_call[call] = call.layer.weights.written()
+        return True
 
     def refuse_written(self, call: LayerCall) -> None:
         """Raise if they were written to since."""
@@ -213,20 +209,6 @@ class ManualMicrobatch(Microbatch):
         self.sections.exit()
         self.sections.random.restore()
         super()._end()
-
-    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward, taped = self.sections.phase == "forward", len(self.tape.pending)
-        if forward:
-            with torch._C.DisableTorchFunction():
-                self._slots.trained[layer.index, self.layer_calls.uses[layer.index]] = layer.weights.trainable()
-        result = super().call(layer, args, kwargs)
-        if forward:
-            assert self.turns.device is not None
-            self.turns.device.weights_up.synchronize()  # [1]
-            if len(self.tape.pending) > taped:
-                with torch._C.DisableTorchFunction():
-                    self.weights.taped(self.tape.pending[-1])
-        return result
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from lightning_roundpipe.engine.caller_modes import without_caller_modes
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.trace import TracedCall
+from lightning_roundpipe.estimates.crossing import Crossing, storage_bytes
 from lightning_roundpipe.memory.peak_memory import PeakMemoryMeter
-from lightning_roundpipe.planning.crossing import Crossing, storage_bytes
 
 
 class MeasuredMemory:

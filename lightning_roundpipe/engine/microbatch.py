@@ -33,15 +33,15 @@ from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
 
 @dataclass
 class MicrobatchResult:
-    """What one microbatch of a window has given.
+    """What one microbatch of a window, or one batch of an evaluation, has given.
 
     Attributes:
-        output: what ``training_step`` returned, detached.
+        output: what its step returned; that of ``training_step`` detached.
         loss: the value of its loss; None if it returned none.
         weight: how much the loss counts; 0 before that is known, and without a loss.
         differentiable: whether the loss requires grad.
-        computed: the end of what computes the output.
-        error: what ``training_step`` has raised, if those of the microbatches before it have not.
+        computed: the ends of what computes the output.
+        error: what its step has raised, if those of the microbatches before it have not.
     """
 
     logs: LogRecorder
@@ -49,8 +49,8 @@ class MicrobatchResult:
     loss: Tensor | None = None
     weight: float = 0.0
     differentiable: bool = False
-    computed: Event | None = None
-    error: Exception | None = None
+    computed: Sequence[Event] = ()
+    error: BaseException | None = None
 
 
 class CallingThread:
@@ -67,6 +67,7 @@ class CallingThread:
         self.layer_calls, self.weights, self.sections, self.turns = calls, calls.weights, calls.sections, calls.turns
         self.context, self.spec, self.index = calls.context, calls.spec, calls.turns.microbatch
         self.runner = calls.turns.runner
+        self.result = MicrobatchResult(LogRecorder(self.context.pool.devices))
         self.ended = Signal()
         self._after = after
 
@@ -92,6 +93,10 @@ class CallingThread:
             finally:  # whatever it raises: the others wait for these
                 self.ended.set()
                 baton.release()
+
+    @property
+    def logs(self) -> LogRecorder:
+        return self.result.logs
 
     def _run(self, function: Callable[[], Any]) -> None:
         raise NotImplementedError
@@ -126,11 +131,6 @@ class Microbatch(CallingThread):
     def __init__(self, calls: LayerCalls, after: Signal | None = None) -> None:
         super().__init__(calls, after)
         self.ready, self.tape = Signal(), Tape(calls)
-        self.result = MicrobatchResult(LogRecorder(self.context.pool.devices))
-
-    @property
-    def logs(self) -> LogRecorder:
-        return self.result.logs
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call [2, 5]. User code calls this by way of the intercepted layer."""
@@ -196,7 +196,7 @@ class Microbatch(CallingThread):
         if sections.attributes is not None:
             sections.attributes.end()
         device = self.turns.device
-        result.computed = device.compute.record() if device is not None else None
+        result.computed = [device.compute.record()] if device is not None else []
         sections.exit()
         self.context.randomness.check()
         self.ready.set()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.config import OPTIMIZER_STATES, Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.devices.host_memory import SHARE, free_bytes
@@ -18,6 +18,7 @@ from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.estimates.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.memory.budget import (
     capacity_of,
@@ -36,20 +37,19 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.memory import (
     BESIDE,
-    Memory,
     Reserved,
     WorkerNeeds,
     boundary_bytes,
     carried_bytes,
     size_text,
 )
-from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
 from lightning_roundpipe.planning.pipeline import Rules, step_ends
 from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
+from lightning_roundpipe.planning.updates import adamw_bytes
 
 WORTH_S = 0.5
 """A step that takes at least this many seconds is worth a search for a better plan, however few steps follow."""
@@ -66,9 +66,6 @@ _STEPS = 4
 _MOST_TURNS = 60_000
 """Most turns that are simulated, to choose among the plans that the search has found, if no steps repeat."""
 
-_MOMENTS_BYTES = 8
-"""Bytes of Adam's moments for a trained weight in fp32."""
-
 _ALIKE = 0.05
 """Kinds that differ by less are equally fast."""
 
@@ -78,11 +75,13 @@ class Planner:
 
     Attributes:
         windows_left: returns how many windows will be trained on.
+        clips: returns whether gradients will be clipped by norm.
     """
 
     def __init__(self, context: Context, hints: Hints) -> None:
         self._context, self._options = context, context.options
         self.windows_left: Callable[[], float] = lambda: 0.0
+        self.clips: Callable[[], bool] = lambda: False
         self._trained = context.model.trainable()
         self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
 
@@ -98,14 +97,14 @@ class Planner:
         if self._context.learned.in_order or not self._options.overlap:
             return
         if len(runs) > 1 and (buffer := next(filter(None, (run.weights.mode.met_buffer for run in runs)), "")):
-            late = "which this window is the first to do, " if step.plan is not None else ""
+            late = "which this window is the first to do, " if step.spec.plan is not None else ""
             drain()
             self._run_in_order(
                 f"{buffer} changes in calls of its layer, and code between layers reads or writes it, {late}and what "
                 "is in it depends on their order",
                 "leave plan out.",
             )
-        elif step.plan is None and all(run.result.loss is not None for run in runs):
+        elif step.spec.plan is None and all(run.result.loss is not None for run in runs):
             self._plan_from(step, share=step.spec.updates is not None and self._may_share)
             randomness.learning = False
 
@@ -140,7 +139,8 @@ class Planner:
         if self._options.plan_text is not None:
             plan = self._given(Plan.parse(self._options.plan_text), trace, costs)
         else:
-            plan = self._found(costs, limit, step)
+            rules = replace(self._rules(costs, blocking=step.spec.updates is None), memory=limit)
+            plan = self._found(costs, rules, step)
         if microbatches > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
             return self._run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
@@ -194,28 +194,28 @@ class Planner:
         check_plan_fits(plan, costs, self._options, self._devices)
         return plan
 
-    def _found(self, costs: Costs, limit: Memory | None, step: Step) -> Plan:
-        """Search a plan."""
+    def _found(self, costs: Costs, rules: Rules, step: Step) -> Plan:
+        """Search a plan. ``rules`` have the bytes of workers."""
         options, microbatches = self._options, len(step.microbatches)
         try:
             with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
-                plan = self._cut(costs, microbatches, limit)
+                plan = self._cut(costs, microbatches, rules)
                 if options.carry_products and options.plan != "static":
-                    plan = self._carry(plan, costs, microbatches, limit, step.spec.recorder)
+                    plan = self._carry(plan, costs, microbatches, rules, step.spec.recorder)
             if plan.unpack_once:
                 return plan
             # Beside the largest arena, stages unpack once wherever there is room.
-            problem = Problem.usual(costs, len(self._workers), microbatches, limit)
+            problem = Problem.usual(costs, len(self._workers), microbatches, rules.memory)
             return problem.unpacking_once(plan, most=True)
         except ValueError as error:
             samples = step.spec.loss_weights.fewest_samples
             remedy = _remedies(error, options, self._devices, samples) if isinstance(error, TooSmall) else ""
             raise DoesNotFit(f"{error}{remedy}{libraries_note(options, self._devices)}") from None
 
-    def _cut(self, costs: Costs, microbatches: int, limit: Memory | None) -> Plan:
+    def _cut(self, costs: Costs, microbatches: int, rules: Rules) -> Plan:
         """Return the plan of the paper's algorithm, or a better one where the training is long enough for a search."""
         workers, size, stage_s = len(self._workers), self._options.round_microbatches, self._options.stage_seconds
-        problem = Problem.usual(costs, workers, microbatches, limit, replace(self._rules(costs), memory=limit))
+        problem = Problem.usual(costs, workers, microbatches, rules.memory, rules)
 
         def step_s(plan: Plan) -> float:
             """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
@@ -233,7 +233,7 @@ class Planner:
             plan = min([plan, *beside], key=step_s)
         search_s = min(SEARCH_SECONDS, max(_SHORTEST_SEARCH_S, _SEARCH_STEPS * seconds))
         # The paper's algorithm knows no unequal workers.
-        if seconds >= WORTH_S or costs.unequal or isinstance(limit, tuple):
+        if seconds >= WORTH_S or costs.unequal or isinstance(rules.memory, tuple):
             self._say_search(seconds, search_s)
         else:
             search_s = min(search_s, _SEARCH_SHARE * seconds * self.windows_left())
@@ -243,18 +243,19 @@ class Planner:
         found = search_partition(problem, search_s, step_s, max(1, min(16, _MOST_TURNS // turns)))
         return found if step_s(found) < step_s(plan) else plan
 
-    def _carry(self, plan: Plan, costs: Costs, microbatches: int, limit: Memory | None, recorder: Recorder) -> Plan:
+    def _carry(self, plan: Plan, costs: Costs, microbatches: int, rules: Rules, recorder: Recorder) -> Plan:
         """Return a plan that carries products, if it is faster and the host has room for them, else ``plan``.
 
         How fast a GPU's link is shows in the first window. Nothing is known of emulated links without a rate.
         """
-        options, workers, rules = self._options, len(self._workers), replace(self._rules(costs), memory=limit)
+        options, workers = self._options, len(self._workers)
         if (links := rules.links) is None or isinstance(links, tuple):
             return plan
         if self._devices[0].torch_device.type != "cpu":
             up, down = (recorder.bytes_per_s(kinds) for kinds in (UPLOADS, DOWNLOADS))
             rules = replace(rules, links=Links(min(links.upload, up), min(links.download, down)))
-        problem, room = Problem.usual(costs, workers, microbatches, limit, rules), self._room_on_host()
+        problem = Problem.usual(costs, workers, microbatches, rules.memory, rules)
+        room = self._room_on_host()
 
         def step_s(plan: Plan) -> float:
             if not problem.fits(plan) or carried_bytes(plan, costs, workers) > room:
@@ -273,7 +274,8 @@ class Planner:
         It is a share of what is free, less what the optimizer's moments may take, which the first window has not made.
         """
         trained = sum(p.numel() for p in self._context.model.masters if p.requires_grad)
-        return int(SHARE * max(0, free_bytes() - _MOMENTS_BYTES * trained))
+        moments = int(2 * OPTIMIZER_STATES[self._options.optimizer_state] * trained)
+        return int(SHARE * max(0, free_bytes() - moments))
 
     def _say_search(self, seconds: float, search_s: float) -> None:
         text = "searching for a faster plan by the shapes of the calls, which takes some seconds."
@@ -281,18 +283,21 @@ class Planner:
             text = f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s."
         self._hints.say("plan", text)
 
-    def _rules(self, costs: Costs) -> Rules:
+    def _rules(self, costs: Costs, *, blocking: bool) -> Rules:
         """Return what takes time beside computing. It is not measured, and has its nominal rates.
 
-        Emulated devices have the links of the options. Whether gradients are clipped shows only later.
+        Emulated devices have the links of the options. ``blocking``: whether updates begin after the whole backward.
         """
-        options, formats, reduction = self._options, self._context.model.formats, self._context.gradients.reduction
-        copied = [p for p in self._context.model.masters if p.requires_grad and formats.differ(p)]
-        copy_bytes = max((formats.of(master).itemsize for master in copied), default=0)
+        options, model, reduction = self._options, self._context.model, self._context.gradients.reduction
+        flats = [flat for layer in model.layers for flat in layer.weights.flats if flat.trained and not flat.shares]
+        copies = [place.dtype.itemsize for flat in flats if flat.copied for place in flat.places]
         reduced = reduction.dtype is not None and any(call.reduced_bytes is not None for call in costs)
+        reduced_bytes, clips = reduction.dtype.itemsize if reduced and reduction.dtype else None, self.clips()
         rules = rates_of(self._devices[0]).rules(
-            1 if options.staleness else 0, copy_bytes, reduction.dtype.itemsize if reduced and reduction.dtype else None
-        )
+            1 if options.staleness else 0,
+            adamw_bytes(options.optimizer_state, max(copies, default=0), reduced_bytes, scales=clips),
+            at_once=clips or model.formats.scales.scale is not None, blocking=blocking,
+        )  # fmt: skip
         if self._devices[0].torch_device.type != "cpu":
             return rules
         rate = options.emulation.bandwidth

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.planning.costs import Phase
-from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +53,7 @@ class SlotWeights:
     """
 
     uploads: dict[int, LayerUpload]
-    unpacks_once: bool
+    unpacks_once: bool = False
     place: Place | None = None
     shares: bool = False
 
@@ -64,6 +63,7 @@ class SlotGradients:
     """The sums of gradients of a slot on its worker, and their way to the host.
 
     Attributes:
+        sums: by call, the sums on the host that it adds to.
         left: by call, reached once the next slot's gradients may follow to the host.
         own_sums: whether the slot starts sums of its own, which the host adds to those of the slots before.
         on_worker: by call, the sums that are not on their way yet.
@@ -72,12 +72,16 @@ class SlotGradients:
         sent: reached once all are on their way.
     """
 
-    left: dict[int, Signal]
-    own_sums: bool
+    sums: dict[int, HostGradSums] = field(default_factory=dict)
+    own_sums: bool = False
+    left: dict[int, Signal] = field(init=False)
     on_worker: dict[int, DeviceGradSums] = field(default_factory=dict)
     free: list[Event] = field(default_factory=list)
     after: list[Slot] = field(default_factory=list)
     sent: Signal = field(default_factory=Signal)
+
+    def __post_init__(self) -> None:
+        self.left = {call: Signal() for call in self.sums}
 
     def leaving(self, call: int) -> Signal:
         """Return what is reached once another slot's gradients of ``call`` may follow to the host."""
@@ -99,10 +103,8 @@ class Slot:
         index: position in the engine's sequence of slots.
         call_indices: positions of its calls in the trace.
         layers: the layers of these, whose weights it needs.
-        sums: by call, the host sums of gradients that it adds to.
         microbatches: the microbatches that it serves, in order.
         position: position among the slots of its round; None if it was made for one call, and is not in turn.
-        readiness: is told of its uploads and gradients.
         opened: whether it has memory for its weights and gradients.
         first: the ticket of its first microbatch.
     """
@@ -112,22 +114,17 @@ class Slot:
     phase: Phase
     call_indices: Sequence[int]
     layers: Sequence[HostLayer]
-    sums: dict[int, HostGradSums]
     microbatches: Sequence[int]
     spec: StepSpec
+    gradients: SlotGradients
     round: int = 0
     position: int | None = None
-    own_sums: InitVar[bool] = False
-    unpacks_once: InitVar[bool] = False
     weights: SlotWeights = field(init=False)
-    gradients: SlotGradients = field(init=False)
-    readiness: GradReadiness | None = None
     opened: bool = False
     first: int = 0
 
-    def __post_init__(self, own_sums: bool, unpacks_once: bool) -> None:
-        self.weights = SlotWeights({layer.index: LayerUpload() for layer in self.layers}, unpacks_once)
-        self.gradients = SlotGradients({call: Signal() for call in self.sums}, own_sums)
+    def __post_init__(self) -> None:
+        self.weights = SlotWeights({layer.index: LayerUpload() for layer in self.layers})
 
     def has(self, layer: HostLayer) -> bool:
         """Return whether it has the layer's weights."""
@@ -139,30 +136,32 @@ class Slot:
             upload.segment = None
         self.gradients.release()
 
-    def report_to(self, readiness: GradReadiness) -> None:
-        """Let ``readiness`` know of the uploads and gradients that are to come."""
-        self.readiness = readiness
-        adding = [sums.layer.bucket for sums in self.sums.values()]
-        readiness.expect([*adding, *self._without_gradients()], [layer.bucket for layer in self.layers])
+    def report_coming(self) -> None:
+        """Report the uploads and gradients that are to come."""
+        if self.spec.readiness is not None:
+            adding = [sums.layer.bucket for sums in self.gradients.sums.values()]
+            uploading = [layer.bucket for layer in self.layers]
+            self.spec.readiness.expect([*adding, *self._without_gradients()], uploading)
 
     def report_upload(self, layer: HostLayer, end: Event) -> None:
         """Report that the upload of a layer's weights, which ends at ``end``, is enqueued."""
-        if self.readiness is not None:
-            self.readiness.uploading(layer.bucket, end)
+        if self.spec.readiness is not None:
+            self.spec.readiness.uploading(layer.bucket, end)
 
     def report_sent(self, call: int) -> None:
         """Report that the gradients of ``call`` are on their way: no microbatch adds to them any more."""
-        if self.readiness is not None:
-            self.readiness.passed([self.sums[call].layer.bucket])
+        if self.spec.readiness is not None:
+            self.spec.readiness.passed([self.gradients.sums[call].layer.bucket])
 
     def report_closed(self) -> None:
         """Report that it is closed, or will not open: no gradients come that are not on their way."""
-        if self.readiness is not None:
-            unsent = [self.sums[call].layer.bucket for call, left in self.gradients.left.items() if not left.is_set]
-            self.readiness.passed([*unsent, *self._without_gradients()])
+        if self.spec.readiness is not None:
+            sums = self.gradients.sums
+            unsent = [sums[call].layer.bucket for call, left in self.gradients.left.items() if not left.is_set]
+            self.spec.readiness.passed([*unsent, *self._without_gradients()])
 
     def _without_gradients(self) -> list[ParamBucket]:
-        adding = [sums.layer for sums in self.sums.values()]
+        adding = [sums.layer for sums in self.gradients.sums.values()]
         return [layer.bucket for layer in self.layers if layer not in adding]
 
     def ticket(self, microbatch: int) -> int:

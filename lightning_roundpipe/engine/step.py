@@ -24,7 +24,7 @@ from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
 from lightning_roundpipe.engine.step_spec import StepSpec
-from lightning_roundpipe.engine.sync import CancelScope, Runner, Signal
+from lightning_roundpipe.engine.sync import CancelScope, Signal
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.faults.notes import add_waiting_note
 from lightning_roundpipe.planning.schedule import Plan
@@ -46,6 +46,7 @@ class Step:
         overlaps: whether the backward may go on when the losses are returned.
         shares_state: whether its microbatches depend on state of the process that the main thread changes.
         plan: the plan that it runs under; None if each call has a slot of its own.
+        measures: whether a plan is to be made from it.
 
     Attributes:
         started, seconds: its time on the clock of ``time.perf_counter()``.
@@ -53,24 +54,23 @@ class Step:
 
     def __init__(
         self, context: Context, seed: tuple[int, ...], weights: LossWeights, updates: AsyncOptimizer | None,
-        before: Step | None, *, overlaps: bool, shares_state: bool, plan: Plan | None,
+        before: Step | None, *, overlaps: bool, shares_state: bool, plan: Plan | None, measures: bool,
     ) -> None:  # fmt: skip
-        self.context, self.before, self.plan = context, before, plan
+        self.context, self.before = context, before
         self.readiness = GradReadiness(context.model.buckets, reports_uploads=bool(context.options.staleness))
         peers, count = context.exchange.peers if context.exchange is not None else None, weights.count
         self.spec: StepSpec = StepSpec(
             seed=(*seed, count * (peers.size if peers is not None else 1)),
             first=count * (peers.rank if peers is not None else 0),
             version=updates.wanted if updates is not None else 0,
-            several=count > 1,
+            plan=plan,
+            measures=measures,
             overlaps=overlaps,
             shares_state=shares_state,
             undisturbed=context.model.undisturbed,
             updates=updates,
+            readiness=self.readiness,
             loss_weights=weights,
-            measures=plan is None and context.options.overlap,
-            ahead=plan is not None and plan.recompute_ahead,
-            carry=dict.fromkeys(plan.carry, plan.carry_least) if plan is not None else {},
             thread_state=context.thread_state(),
             scope=CancelScope(self._failed),
         )
@@ -85,11 +85,11 @@ class Step:
             self.spec.scope.follow(before.spec.scope)
 
     def _make_slots(self) -> StepSlots:
-        plan, context = self.plan, self.context
+        plan, context = self.spec.plan, self.context
         if plan is None:
-            return StepSlots(context, self.spec, None, self.readiness)
+            return StepSlots(context, self.spec)
         own_sums = plan.side_by_side(len(context.pool.workers), self.spec.loss_weights.count)
-        return StepSlots(context, self.spec, context.learned.trace, self.readiness, own_sums=own_sums)
+        return StepSlots(context, self.spec, context.learned.trace, own_sums=own_sums)
 
     def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
         turns = Turns(self.context, self.slots, slots, index, len(self.context.pool.workers))
@@ -125,23 +125,19 @@ class Step:
     ) -> None:
         """Lay out slots, and start the microbatches [1]."""
         pool, count = self.context.pool, len(functions)
-        runner = Runner(self.spec.scope, -1)
-        pool.baton.acquire(runner, lambda: pool.wait(runner, self.spec.scope))
-        try:
+        with self.context.main.holding(self.spec.scope):
             size, rounds = count, [list[Slot]()]
-            if self.plan is not None:
-                size = min(self.plan.round_microbatches, count)
-                rounds = self._lay_out(self.plan, size, count)
+            if self.spec.plan is not None:
+                size = min(self.spec.plan.round_microbatches, count)
+                rounds = self._lay_out(self.spec.plan, size, count)
             for index in range(count):
                 before = self.microbatches[-1] if index else None
                 after = None if before is None else before.ended if in_order else before.sections.begun
                 microbatch = self._make_microbatch(index, after, rounds[index // size])
-                if before is not None and self.plan is not None and index % size == 0:
+                if before is not None and self.spec.plan is not None and index % size == 0:
                     microbatch.turns.predecessor_progress = before.turns.progress
                 microbatch.ended.then(self._microbatch_ended)
                 self.microbatches.append(microbatch)
-        finally:
-            pool.baton.release()
         # A thread may still run a microbatch of the step before; so may all others of this step begin only later.
         for index, (microbatch, function) in enumerate(zip(self.microbatches, functions, strict=True)):
             work = functools.partial(contexts[index].run, microbatch.run, function, self.microbatches[:index])
@@ -179,8 +175,8 @@ class Step:
             self.before = None
             self.spec.scope.unfollow()
         for microbatch in self.microbatches:
-            if microbatch.result.computed is not None and not self.spec.scope.failed:
-                microbatch.result.computed.wait()
+            for event in microbatch.result.computed if not self.spec.scope.failed else ():
+                event.wait()
 
     def _wait_for_end(self) -> None:
         """Wait until all microbatches have ended; then all slots are closed [3]."""

@@ -17,7 +17,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import Executor, LayerCall
-from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.slots import Slot, SlotGradients
 from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
@@ -29,7 +29,6 @@ from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Stage
-from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
 
 class StepSlots:
@@ -37,7 +36,6 @@ class StepSlots:
 
     Args:
         trace: the calls of the plan; None without a plan.
-        readiness: is told when gradients are complete; None if there are none.
         own_sums: whether slots start sums of their own, which the host adds up.
 
     Attributes:
@@ -45,12 +43,8 @@ class StepSlots:
         sums: host sums of gradients, by layer, microbatch and use; -1 of all microbatches, which planned calls add to.
     """
 
-    def __init__(
-        self, context: Context, spec: StepSpec, trace: Trace | None = None, readiness: GradReadiness | None = None, *,
-        own_sums: bool = False,
-    ) -> None:  # fmt: skip
-        self._context, self.spec, self.trace = context, spec, trace
-        self._readiness, self._own_sums = readiness, own_sums
+    def __init__(self, context: Context, spec: StepSpec, trace: Trace | None = None, *, own_sums: bool = False) -> None:
+        self._context, self.spec, self.trace, self._own_sums = context, spec, trace, own_sums
         self.all: list[Slot] = []
         self.sums: dict[tuple[int, ...], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
@@ -87,20 +81,20 @@ class StepSlots:
                 sums[i] = found
         index = next(self._context.slots)
         slot = Slot(
-            index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)], sums,
-            microbatches, self.spec, number, position, own_sums=self._own_sums, unpacks_once=stage.unpacks_once,
+            index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)],
+            microbatches, self.spec, SlotGradients(sums, self._own_sums), number, position,
         )  # fmt: skip
+        slot.weights.unpacks_once = stage.unpacks_once
         self._follow(slot)
         return slot
 
     def _follow(self, slot: Slot) -> None:
         """Let a slot go on with the sums of those that add to them before, and report what it adds."""
-        for sums in slot.sums.values():
+        for sums in slot.gradients.sums.values():
             if (before := self._adding.get(id(sums))) is not None:
                 slot.gradients.after.append(before)
             self._adding[id(sums)] = slot
-        if self._readiness is not None:
-            slot.report_to(self._readiness)
+        slot.report_coming()
 
     # -- what microbatches ask ----------------------------------------------------------------------------------------
 
@@ -113,14 +107,14 @@ class StepSlots:
             return slots[self._forward[call]]
         assert self.trace is not None
         slot, layer = slots[self._backward[call]], self.trace.calls[call].layer
-        return slot if call in slot.sums or (slot.has(layer) and not any(layer.weights.trainable())) else None
+        return slot if call in slot.gradients.sums or (slot.has(layer) and not any(layer.weights.trainable())) else None
 
     def on_demand(self, phase: Phase, call: LayerCall, worker: int, sums: HostGradSums | None = None) -> Slot:
         """Return a slot for one call, which is not in turn."""
-        numbered = self.trace is None and self._readiness is not None
+        numbered = self.trace is None and self.spec.readiness is not None
         slot = Slot(
             next(self._context.slots) if numbered else -1, worker, phase, [call.index], [call.layer],
-            {} if sums is None else {call.index: sums}, [call.microbatch], self.spec,
+            [call.microbatch], self.spec, SlotGradients({} if sums is None else {call.index: sums}),
         )  # fmt: skip
         self._follow(slot)
         if numbered:
@@ -133,6 +127,10 @@ class StepSlots:
         if (known := self.sums.get(key)) is None:
             known = self.sums[key] = self._context.gradients.begin(layer, key[1:], own_sums=self._own_sums)
         return known if known.layout.nbytes else None
+
+    def sums_of_call(self, call: LayerCall, microbatch: int | None) -> HostGradSums | None:
+        """Return those of a call that has a slot of its own."""
+        return self.sums_of(call.layer, call.use, microbatch)
 
 
 class Turns:
@@ -228,7 +226,7 @@ class Turns:
 
     def for_backward(self, call: LayerCall, worker: int) -> Slot:
         """Return a slot for the backward of one call."""
-        sums = self.slots.sums_of(call.layer, call.use, self.microbatch if self.round else None)
+        sums = self.slots.sums_of_call(call, self.microbatch if self.round else None)
         return self.slots.on_demand("backward", call, worker, sums)
 
     @contextlib.contextmanager

@@ -39,10 +39,10 @@ class UserSections:
 
     Args:
         attributes: its view of modules; None if the step has no other microbatch.
-        phase: "forward", or "evaluation".
+        behind: what the last section, which has no turn, waits for; None: nothing.
 
     Attributes:
-        phase: the argument; "backward" once the loss is there.
+        phase: "forward", "backward" once the loss is there, or "evaluation".
         last: which code runs, as errors name it.
         number: number of the present section, or of the last one.
         begun: reached when the first section is over.
@@ -50,9 +50,10 @@ class UserSections:
         surroundings: torch's modes where user code began.
     """
 
-    def __init__(self, turns: Turns, attributes: AttributeView | None, phase: str = "forward") -> None:
+    def __init__(self, turns: Turns, attributes: AttributeView | None, behind: Signal | None = None) -> None:
         self.turns, self.context, self.spec = turns, turns.context, turns.slots.spec
-        self.attributes, self.phase = attributes, phase
+        self.attributes, self.behind = attributes, behind
+        self.phase = "forward"
         self.last, self.number = "before the first layer", -1
         self.begun = Signal()
         self.memory = MeasuredMemory(self.context.pool) if self.spec.measures else None
@@ -82,6 +83,9 @@ class UserSections:
     def enter(self, section: int | None = None) -> None:
         """Enter the next section [1], or ``section`` again."""
         context, spec, turns = self.context, self.spec, self.turns
+        if self.behind is not None and not turns.ended_early:
+            turns.release()
+            context.pool.baton.wait(self.behind.then)
         if turns.predecessor_progress is not None and self.phase != "backward":
             turns.wait_for(turns.predecessor_progress, turns.next + 1)
         for bucket in context.learned.read_by_user_code:
@@ -105,7 +109,7 @@ class UserSections:
 
     def seed_of(self, section: int) -> Seed:
         """Return the seed of a section. Call number i of the forward ends section i."""
-        return (*self.spec.seed, self.spec.first + self.turns.microbatch, -1 - section)
+        return self.spec.seed_of(self.turns.microbatch, -1 - section)
 
     def exit(self) -> None:
         """Leave the section, if there is one [2]."""
@@ -226,6 +230,13 @@ class WeightGuard:
         layer.check.snapshot()
         self.sections.turns.outside.add(layer.index)
         self._written = [master for master in self._written if not any(master is other for other in mine)]
+
+    def called(self, call: LayerCall) -> bool:
+        """Note a call. Return whether user code behind it may write to its weights, so that its upload has to end.
+
+        If a backward follows, it may not.
+        """
+        return not (self.spec.several or call.output_kinds)
 
     def check_after(self) -> None:
         """Check for writes to weights after ``training_step`` has returned."""

@@ -255,7 +255,7 @@ class Worker:
             self._share(slot, present)
         if slot.weights.place is None:
             weights = 0 if slot.weights.shares else sum(layer.weights.nbytes for layer in slot.layers)
-            needed = weights + sum(host.layout.nbytes for host in slot.sums.values())
+            needed = weights + sum(host.layout.nbytes for host in slot.gradients.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
                 self._unbind()
                 with memory.lock:
@@ -281,7 +281,7 @@ class Worker:
             slot.report_upload(layer, upload.end)
 
     def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
-        sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
+        sums = {call: s for call, s in slot.gradients.sums.items() if s.layout.nbytes}
         if not sums:
             return
         assert slot.weights.place is not None
@@ -334,6 +334,12 @@ class Worker:
             with GivenUp(self._baton):
                 event.wait()
         self.device.compute.wait(event)
+
+    def wait_for_upload(self, slot: Slot, layer: HostLayer) -> None:
+        """Have the host wait until the upload of ``layer``, which is enqueued, is over."""
+        if not (end := slot.weights.uploads[layer.index].end).done():
+            with GivenUp(self._baton):
+                end.wait()
 
     def wait_for_copies(self) -> None:
         """Have the compute stream wait for the last call's copies to the host, so that one call's take memory."""

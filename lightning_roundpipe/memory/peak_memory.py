@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.planning.crossing import storage_bytes
+from lightning_roundpipe.estimates.crossing import storage_bytes
 
 INPUTS = "inputs of the running call"
 OUTPUTS = "outputs of calls"

@@ -107,6 +107,12 @@ class Parameters:
     by_layer: bool = False
     process: int = 0
 
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of an element of the working copies that lie beside trained weights."""
+        beside = (self.compute_bytes != MASTER_BYTES or self.double_buffered) and not self.shares
+        return self.compute_bytes if beside else 0
+
 
 def total(items: Iterable[Item]) -> int:
     """Return the bytes of all items together."""
@@ -429,7 +435,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters, workers: int = 
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
     machines = parameters.machines
-    working = size if (size != MASTER_BYTES or parameters.double_buffered) and not parameters.shares else 0
+    working = parameters.working_bytes
     owned = -(-trained // machines)
     whose = f", 1/{machines} of them" if machines > 1 else ""
     moments = math.ceil(2 * OPTIMIZER_STATES[parameters.optimizer_state] * owned)

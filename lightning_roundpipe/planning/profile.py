@@ -16,7 +16,7 @@ from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
-from lightning_roundpipe.planning.updates import ADAMW_BYTES, PIECE_BYTES, UpdateModel
+from lightning_roundpipe.planning.updates import PIECE_BYTES, UpdateModel
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "fp8"]
 """Lightning's flags, and ``fp8``: ``bf16-true`` with the linear layers of ``torchao.float8``."""
@@ -142,7 +142,7 @@ class Hardware:
         return min(bandwidth, self.optimizer_bandwidth or bandwidth) * 4 / traffic
 
     def rules(
-        self, staleness: Staleness, copy_bytes: int = 0, reduced_bytes: int | None = None, *, blocking: bool = False,
+        self, staleness: Staleness, update_bytes: float, *, at_once: bool = False, blocking: bool = False,
         network: Network | None = None,
     ) -> Rules:  # fmt: skip
         """Return the rules of a simulation: the times of copies, of AdamW on the host, and of the interpreter.
@@ -151,15 +151,11 @@ class Hardware:
 
         Args:
             staleness: 0 or 1.
-            copy_bytes: bytes of a trained weight's working copy, which the optimizer writes; 0: there is none.
-            reduced_bytes: bytes of a gradient as it travels, if it is added up on the host; None: it travels as it is.
-            blocking: whether the optimizer begins when backward is over.
+            update_bytes: memory traffic of an update for a weight; see `updates.adamw_bytes`.
+            at_once, blocking: see `UpdateModel`.
             network: to other machines; None: there is one machine.
         """
-        traffic = ADAMW_BYTES + copy_bytes
-        if reduced_bytes is not None:  # read where they have landed, and written as the sum
-            traffic += reduced_bytes + 4
-        updates = UpdateModel(self.optimizer_rate(traffic), blocking=blocking, piece_bytes=PIECE_BYTES)
+        updates = UpdateModel(self.optimizer_rate(update_bytes), at_once, blocking, PIECE_BYTES)
         host = HostTime(self.call_s, self.turn_s, self.hop_s, ahead=True)
         return Rules(
             staleness=staleness, host=host, links=self.links(), updates=updates, network=network,

@@ -7,14 +7,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.links import Links
 
-ADAMW_BYTES = 28
-"""Memory traffic of AdamW for a weight: weight, gradient and moments are read, all but the gradient are written."""
-
 PIECE_BYTES = 2**26
 """Bytes of gradients that the engine updates while the next ones arrive (`memory.grad_buffers.PART`)."""
+
+
+def adamw_bytes(
+    moments: str = "fp32", copy_bytes: int = 0, reduced_bytes: int | None = None, *, scales: bool = False
+) -> float:
+    """Return the memory traffic of an AdamW update for a weight: all of it is read, and all but the gradient written.
+
+    Args:
+        moments: form of the moments, one of `config.OPTIMIZER_STATES`.
+        copy_bytes: bytes of the working copy, which is written, too; 0: there is none, or the weight contains it.
+        reduced_bytes: bytes of a gradient as it travels, if it is widened on the host; None: it travels as it is.
+        scales: whether the gradient is multiplied first, as clipping by norm does.
+    """
+    traffic = 2 * 4 + 4 + 2 * 2 * OPTIMIZER_STATES[moments] + copy_bytes
+    if reduced_bytes is not None:
+        traffic += reduced_bytes + 4
+    return traffic + (2 * 4 if scales else 0)
 
 
 @dataclass(frozen=True)
@@ -23,7 +38,7 @@ class UpdateModel:
 
     Args:
         bytes_per_s: bytes of gradients that it updates per second.
-        clipping: whether it needs the norm of all gradients first.
+        at_once: whether it needs all gradients first, as clipping by norm and loss scaling do.
         blocking: whether it begins after the whole backward, and the next step begins after it.
         piece_bytes: bytes of a piece of a larger layer, which is updated while the next piece arrives; infinite: a
             layer is updated when all of its gradients are there.
@@ -33,7 +48,7 @@ class UpdateModel:
     """
 
     bytes_per_s: float
-    clipping: bool = False
+    at_once: bool = False
     blocking: bool = False
     piece_bytes: float = math.inf
 
@@ -45,7 +60,7 @@ class UpdateModel:
     @property
     def together(self) -> bool:
         """Whether updates wait for all gradients."""
-        return self.clipping or self.blocking
+        return self.at_once or self.blocking
 
     def parts_of(self, nbytes: int) -> int:
         """Return in how many parts ``nbytes`` of gradients travel (`memory.grad_buffers.STREAMED`)."""
@@ -76,8 +91,8 @@ class Updating:
         """Return layer, start and end of each update of a step.
 
         ``arrived`` has the time at which each layer's gradients are on the host. Of the layers that are there, the
-        first in the trace goes first, because the next step's forward needs it first. With clipping or blocking, all
-        wait for the last.
+        first in the trace goes first, because the next step's forward needs it first. If updates go
+        together, all wait for the last.
         """
         if self._updates is None:
             return [(layer, ready, ready) for layer, ready in arrived.items()]
@@ -114,7 +129,7 @@ class Updating:
         rate, piece, found = self._updates.bytes_per_s, self._updates.piece_bytes, {}
         for layer, start, end in rows:
             found[layer] = end
-            if not self._updates.clipping and piece < self._sizes[layer]:
+            if not self._updates.at_once and piece < self._sizes[layer]:
                 others_s = self._weights[layer] * (1 - piece / self._sizes[layer]) / self._links.upload
                 found[layer] = max(start + piece / rate, end - others_s)
         return found

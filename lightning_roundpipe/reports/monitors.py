@@ -1,4 +1,4 @@
-"""What a run takes from Lightning's Trainer beside its callbacks: its profiler, and how long it will train."""
+"""What a run takes from Lightning's Trainer beside its callbacks: its profiler, length and clipping."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import GradClipAlgorithmType
 
 
 def profile_all_threads(module: LightningModule) -> None:
@@ -29,3 +30,9 @@ def windows_left(trainer: Trainer) -> float:
     epochs = trainer.max_epochs
     by_epochs = math.inf if epochs in (None, -1) else (epochs - trainer.current_epoch) * of_all
     return max(0.0, min(by_steps, by_epochs / trainer.accumulate_grad_batches))
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Return whether the trainer clips gradients by their common norm."""
+    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM  # Lightning's default
+    return bool(trainer.gradient_clip_val) and GradClipAlgorithmType(algorithm) is GradClipAlgorithmType.NORM

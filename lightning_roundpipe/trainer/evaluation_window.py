@@ -28,8 +28,9 @@ from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.engine.engine import Engine
-from lightning_roundpipe.engine.evaluation import Batch
+from lightning_roundpipe.engine.evaluation_batches import Batch
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
+from lightning_roundpipe.user_code.module_state import unobserved
 
 
 class EvaluationWindow:
@@ -67,12 +68,13 @@ class EvaluationWindow:
                 if run is None:
                     return self._engine.evaluate(getattr(self._module, name), *args, kind=self._kind)
                 self._pipeline.wait_for(run)  # [2]
-                if self._rolls and run.failure is None:
+                if self._rolls and run.result.error is None:
                     self._fill(self._size)
                 self._pipeline.show(run)
                 if not self._flights:
                     self.end()
-                repeat_logs([run.logs])  # [3]
+                with unobserved():  # Lightning copies the lists of a metric, as if to another device
+                    repeat_logs([run.logs])  # [3]
                 return self._pipeline.result(run)
         except BaseException:
             self.end()

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices.thread_owner import context_of_thread
-from lightning_roundpipe.engine.evaluation import Batch
+from lightning_roundpipe.engine.evaluation_batches import Batch
 from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
 from lightning_roundpipe.messages import PREFIX
 from lightning_roundpipe.trainer.refusals import refuse_launch, refuse_several_machines

@@ -19,6 +19,7 @@ its value is kept for hooks. Containers that are changed in place are shared.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -113,6 +114,16 @@ def observe(view: Any) -> Any:
     before = getattr(_thread, "view", None)
     _thread.view = view
     return before
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Within this context, what this thread sets on modules is no view's own: all of them find it."""
+    before = observe(None)
+    try:
+        yield
+    finally:
+        observe(before)
 
 
 @shared_context

@@ -15,7 +15,7 @@ from lightning_roundpipe.commands import this_machine
 from lightning_roundpipe.commands.this_machine import probe
 from lightning_roundpipe.devices import DeviceOutOfMemory
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.planning.nominal import EMULATED, GPU
+from lightning_roundpipe.estimates.nominal import EMULATED, GPU
 from lightning_roundpipe.planning.profile import read_hardware
 
 

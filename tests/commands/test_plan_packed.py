@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.commands.choices import (
+from lightning_roundpipe.estimates.models import (
     Quantization,
     make_model,
     packed_weights,
@@ -16,8 +16,8 @@ from lightning_roundpipe.commands.choices import (
     read_quantization,
     with_adapters,
 )
+from lightning_roundpipe.estimates.packing import pack
 from lightning_roundpipe.planning.memory import process_bytes
-from lightning_roundpipe.planning.packing import pack
 
 TINY = ("model=tiny_llama", "hardware=rtx4090x8", "sequence_length=64", "search_seconds=0", "lora=all_linear")
 LINEAR = 6 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)

@@ -15,7 +15,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.queued import ThreadEvent
 from lightning_roundpipe.devices.waiter import Waiter
-from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.slots import Slot, SlotGradients
 from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.engine.worker import GradientSender
 from lightning_roundpipe.threads.cancel_scope import CancelScope
@@ -74,8 +74,8 @@ def test_a_place_that_sends_nothing_is_free_behind_what_computes(monkeypatch):
     """Who gets its gradients' memory waits for their copies alone, and no copy has waited for the worker."""
     [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     sender, memory, computed = GradientSender(device), SlotMemory(device), ThreadEvent("compute", device._switch, False)
-    spec = SimpleNamespace(scope=CancelScope())
-    slot = Slot(0, 0, "backward", [], [], {}, [0], spec)
+    spec = SimpleNamespace(scope=CancelScope(), readiness=None)
+    slot = Slot(0, 0, "backward", [], [], [0], spec, SlotGradients())
     monkeypatch.setattr(device.compute, "record", lambda **_: computed)
     try:
         memory.arena.make(1024)

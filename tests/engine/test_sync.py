@@ -8,7 +8,7 @@ import time
 import pytest
 from patience import PATIENCE_S
 
-from lightning_roundpipe.engine.slots import Slot, TicketQueue
+from lightning_roundpipe.engine.slots import Slot, SlotGradients, TicketQueue
 from lightning_roundpipe.engine.sync import Baton, Cancelled, CancelScope, GivenUp, Runner, Signal
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
@@ -163,7 +163,7 @@ def test_a_microbatch_goes_on_while_its_turns_have_come():
     baton, scope, order = Baton(), CancelScope(), list[tuple[int, int]]()
     workers = [TicketQueue(baton, lambda slot: None) for _ in range(3)]
     spec = None
-    slots = [Slot(index, index % 3, "forward", [], [], {}, range(3), spec) for index in range(6)]
+    slots = [Slot(index, index % 3, "forward", [], [], range(3), spec, SlotGradients()) for index in range(6)]
     for slot in slots:
         workers[slot.worker].add(slot)
 

@@ -34,7 +34,7 @@ WAITS = [
     ("engine.step_slots:Turns.wait_for", "self.context.pool.baton.wait(functools.partial(what.when, version))"),
     ("engine.microbatch:CallingThread.run", "baton.wait(self._after.then)"),
     ("engine.step:Step._wait_for_outputs", "self.context.pool.wait_for(microbatch.ready, self.spec.scope)"),
-    ("engine.step:Step._wait_for_outputs", "microbatch.result.computed.wait()"),
+    ("engine.step:Step._wait_for_outputs", "event.wait()"),
     ("engine.uploads:SlotMemory._upload", "stream.wait(event)"),
     ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
     ("engine.worker:GradientSender._send", "stream.wait(end)"),

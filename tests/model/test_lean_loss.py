@@ -22,9 +22,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lightning_roundpipe.commands.machines import read_machine
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.meter import Meter
 from lightning_roundpipe.model.lean_loss import LeanHead, lean_logits, make_lean
-from lightning_roundpipe.planning.meter import Meter
 
 CLASSES, FEATURES, ROWS, LENGTH = 96, 16, 3, 10
 """Chunks have 8 tokens: half as many as features, more than a sixth of the tokens."""

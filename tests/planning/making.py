@@ -5,9 +5,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import ModelShape
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.outlook import ModelShape
+from lightning_roundpipe.estimates.request import PlanRequest
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 
 
@@ -70,7 +70,7 @@ def script(path):
 
 @cache
 def shape(model):
-    return ModelShape(Wish(model, lora=MODELS[model], precision="16-mixed"), read_machine("rtx4090x8"))
+    return ModelShape(PlanRequest(model, lora=MODELS[model], precision="16-mixed"), read_machine("rtx4090x8"))
 
 
 @cache

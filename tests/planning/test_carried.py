@@ -7,12 +7,12 @@ import pytest
 import torch
 from planning.making import call
 
+from lightning_roundpipe.estimates.meter import Meter
+from lightning_roundpipe.estimates.nominal import GPU
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.carried import carrying_within, kinds, spread
 from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import carried_bytes, device_bytes, fits
-from lightning_roundpipe.planning.meter import Meter
-from lightning_roundpipe.planning.nominal import GPU
 from lightning_roundpipe.planning.pipeline import Rules, run_steps, step_ends
 from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import baseline_within, search_partition

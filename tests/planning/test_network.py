@@ -103,7 +103,6 @@ def test_the_command_says_what_communication_costs(plan_command):
     [
         (("machines=2",), "say over what: network=25Gbit"),
         (("machines=2", "network=fast"), "network='fast' must be a rate"),
-        (("machines=2", "network=25Gbit", "partitioner=paper"), "a library that trains on one machine"),
     ],
 )
 def test_mistakes(plan_command, given, message):

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 from planning.making import MODELS, ROOT, script, shape
 
-from lightning_roundpipe.commands.plan_model import look_at
+from lightning_roundpipe.estimates.outlook import look_at
 
 
 def row(cells):
@@ -73,12 +73,12 @@ def test_the_papers_models():
     """Every figure under the plans on the page, and the search finds plans that are hardly slower."""
     pages = script("docs/make_paper_models.py")
     given = list(zip(pages.ROWS, pages.plans(), strict=True))
-    there = [look_at(shape(one.name), replace(one.wish, plan=text)) for one, text in given]
+    there = [look_at(shape(one.name), replace(one.request, plan=text)) for one, text in given]
     assert shown(pages) == pages.figures(there)
     assert {one.name for one in pages.ROWS} == set(MODELS)
     assert all(outlook.fits_device and outlook.fits_host for outlook in there)
     for (one, _), known in zip(given, there, strict=True):
-        found = look_at(shape(one.name), replace(one.wish, plan=None))
+        found = look_at(shape(one.name), replace(one.request, plan=None))
         assert found.tokens_per_s == pytest.approx(known.tokens_per_s, rel=0.06), one.name
 
 

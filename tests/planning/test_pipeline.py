@@ -14,7 +14,7 @@ from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, run_steps
-from lightning_roundpipe.planning.updates import UpdateModel, Updating
+from lightning_roundpipe.planning.updates import UpdateModel, Updating, adamw_bytes
 
 TWO = Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
 
@@ -199,12 +199,12 @@ def test_an_update_holds_the_next_step_up():
     costs = sized(2)
     free = run_steps(plan, costs, 2, 1, Rules(), 2)
     eager = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0)), 2)
-    clipped = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0, clipping=True)), 2)
+    clipped = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0, at_once=True)), 2)
     assert free.ends_s[0] == eager.ends_s[0] == clipped.ends_s[0] == 6
     # The head's update (2 s) runs during the last backward; layer 0's, 6 to 8, holds the next forward up.
     assert [(e.position, e.start_s, e.end_s) for e in eager.events if e.kind == "update"][:2] == [(1, 4, 6), (2, 6, 8)]
     assert eager.ends_s[1] == free.ends_s[1] + 2
-    # With clipping nothing starts before 6; layer 0 goes first, and the head's chases the next forward.
+    # If all go at once, nothing starts before 6; layer 0 goes first, and the head's chases the next forward.
     assert [(e.position, e.start_s, e.end_s) for e in clipped.events if e.kind == "update"][:2] == [
         (2, 6, 8),
         (1, 8, 10),
@@ -231,7 +231,7 @@ def test_of_the_layers_that_are_there_the_first_is_updated_first():
     plans(),
     st.floats(1, 50),
     st.floats(1, 50),
-    st.sampled_from([{}, {"clipping": True}, {"blocking": True}]),
+    st.sampled_from([{}, {"at_once": True}, {"blocking": True}]),
     st.sampled_from([0, 1]),
 )
 def test_the_rules_hold(case, rate, speed, kind, staleness):
@@ -263,3 +263,19 @@ def test_numbers_that_make_no_sense(name):
         UpdateModel(-1.0)
     with pytest.raises(ValueError, match="piece_bytes=0"):
         UpdateModel(1.0, piece_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("moments", "copy_bytes", "reduced_bytes", "scales", "nbytes"),
+    [
+        ("fp32", 0, None, False, 28),
+        ("fp32", 2, None, False, 30),
+        ("bf16", 0, None, False, 20),
+        ("bf16", 2, None, False, 22),
+        ("int8", 0, None, False, 16 + 1 / 16),
+        ("fp32", 0, 2, False, 28 + 6),
+        ("fp32", 0, None, True, 28 + 8),
+    ],
+)
+def test_bytes_of_an_update(moments, copy_bytes, reduced_bytes, scales, nbytes):
+    assert adamw_bytes(moments, copy_bytes, reduced_bytes, scales=scales) == nbytes

@@ -5,6 +5,7 @@ import torch
 import zoo
 from harness import ATOL, RTOL, Learner, assert_same, assert_tensors_same, ours, run
 from test_evaluation import Averaging, validate
+from test_momentum_teachers import Distilled, check
 from torch import nn
 from zoo_runs import expected, train
 
@@ -122,3 +123,10 @@ def test_a_step_follows_what_user_code_has_enqueued_before_it(devices, idle):
     module, data = FrozenBetween(), list(torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0)))
     plain, result = run("auto", module, data), run(ours(layers=["Linear"]), module, data)
     assert_same(plain, result)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("queues", ["newest first"], indirect=True)
+def test_a_teacher_that_is_updated_behind_its_call(queues):
+    """The weights of a call without a backward were written to while they were on their way to the worker."""
+    check(Distilled("lists", "stu"), 1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
-from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.slots import Slot, SlotGradients
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
@@ -29,8 +29,8 @@ def slot(*held, adds=()):
 
 
 def made_slot(index, layers, sums):
-    spec = SimpleNamespace(scope=CancelScope())
-    return Slot(index, 0, "fused", range(5), layers, sums, [0], spec)
+    spec = SimpleNamespace(scope=CancelScope(), readiness=None)
+    return Slot(index, 0, "fused", range(5), layers, [0], spec, SlotGradients(sums))
 
 
 def there(readiness):
@@ -54,7 +54,8 @@ def test_a_unit_is_sent_when_its_uploads_are_over():
     slots, notes = [slot(a), slot(b), slot(a)], list[str]()
     readiness = GradReadiness([a, b], reports_uploads=True)
     for each in slots:
-        each.report_to(readiness)
+        each.spec.readiness = readiness
+        each.report_coming()
     send = functools.partial(readiness.take, wait=False, uploaded=lambda bucket: notes.append(f"unit {bucket.index}"))
     readiness.uploading(b, Upload("b", notes))
     readiness.uploading(a, Upload("a", notes))

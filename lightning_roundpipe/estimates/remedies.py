@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Outlook, look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import USUAL_TILE, ModelShape
-from lightning_roundpipe.commands.wish import Wish
 from lightning_roundpipe.config import OPTIMIZER_STATES, parse_bytes
+from lightning_roundpipe.estimates.model_shape import USUAL_TILE, ModelShape
+from lightning_roundpipe.estimates.outlook import MEMORY_SHARE, Outlook, look_at, shape_of
+from lightning_roundpipe.estimates.request import PlanRequest
 from lightning_roundpipe.planning.memory import size_text, total
 
 TRIES = 16
@@ -29,7 +29,7 @@ _SHORTEST, _LEAST_PART = 128, 16
 """Least tokens of a shortened sequence, which is also at least a 16th of the original."""
 
 _NARROWER = {"32-true": "bf16-mixed"}
-"""Precision to try, by that of the wish. Mixed precision is estimated as if all were in 16 bits, so ``*-true`` would
+"""Precision to try, by that of the request. Mixed precision is estimated as if all were in 16 bits, so ``*-true`` would
 change no figure of it."""
 
 _FOUR_BITS = {"model.quantization": "nf4"}
@@ -71,44 +71,44 @@ def find_remedies(outlook: Outlook) -> Remedies:
 
 
 class Remedies:
-    """Tries changes of the wish of ``outlook``.
+    """Tries changes of the request of ``outlook``.
 
     Attributes:
         found: what fits, the least change first.
         refused: changes that do not fit, and their outlooks. The first is no change at all.
         hopeless: the changes that do not fit, as settings.
-        device_memory: bytes of a device, or of ``memory=`` if the wish sets it, that would be enough; None if workers
-            are large enough.
+        device_memory: bytes of a device, or of ``memory=`` if the request sets it, that would be enough; None if
+            workers are large enough.
     """
 
     def __init__(self, outlook: Outlook) -> None:
-        self._outlook, self._wish, self._left = outlook, outlook.wish, TRIES
-        self._shapes: dict[Wish, ModelShape] = {}
+        self._outlook, self._request, self._left = outlook, outlook.request, TRIES
+        self._shapes: dict[PlanRequest, ModelShape] = {}
         self.found: list[Remedy] = []
         self.refused: list[tuple[Changes, Outlook]] = [({}, outlook)]
         self.hopeless: list[str] = []
-        share = 1.0 if outlook.wish.memory else MEMORY_SHARE
+        share = 1.0 if outlook.request.memory else MEMORY_SHARE
         self.device_memory = None if outlook.fits_device else int(total(outlook.device_items) / share)
 
     def alone(self) -> Iterator[list[Changes]]:
         """Yield the changes of each kind, the least first. The answer names the first of each kind that fits."""
-        wish, found = self._wish, self._outlook
-        size, count = wish.microbatch_size or 1, found.microbatches
+        request, found = self._request, self._outlook
+        size, count = request.microbatch_size or 1, found.microbatches
         if found.weights_fit:
             smaller = [s for s in (8, 4, 2, 1) if s < size and size * count % s == 0]
             yield [{"microbatch_size": s, "microbatches": count * size // s} for s in smaller]
-            if wish.token_tiles is None and not found.fits_device:
+            if request.token_tiles is None and not found.fits_device:
                 yield [{"token_tiles": USUAL_TILE}]
-        if wish.staleness:
+        if request.staleness:
             yield [{"staleness": 0}]
         if found.weights_fit:
             yield [{"microbatches": count >> n} for n in range(1, 6) if 0 < count >> n < found.workers]
-        if wish.precision in _NARROWER:
-            yield [{"precision": _NARROWER[wish.precision]}]
+        if request.precision in _NARROWER:
+            yield [{"precision": _NARROWER[request.precision]}]
         if not found.fits_host:
             forms = list(OPTIMIZER_STATES)
-            yield [{"optimizer_state": form} for form in forms[forms.index(wish.optimizer_state) + 1 :]]
-        if wish.lora == "none":
+            yield [{"optimizer_state": form} for form in forms[forms.index(request.optimizer_state) + 1 :]]
+        if request.lora == "none":
             yield [{"lora": lora} for lora in self._adapters()]
         elif found.shape.quantization is None:
             yield [_FOUR_BITS]
@@ -118,19 +118,19 @@ class Remedies:
 
     def together(self) -> list[Changes]:
         """Return combinations of precision, adapters and four bits."""
-        wish, ways = self._wish, list[Changes]()
-        if wish.precision in _NARROWER:
-            ways.append({"precision": _NARROWER[wish.precision]})
-        if wish.lora == "none":
+        request, ways = self._request, list[Changes]()
+        if request.precision in _NARROWER:
+            ways.append({"precision": _NARROWER[request.precision]})
+        if request.lora == "none":
             ways.append({"lora": self._adapters()[-1]})
         if self._outlook.shape.quantization is None:
             ways.append(_FOUR_BITS)
-        small: Changes = {} if wish.microbatch_size in (None, 1) else {"microbatch_size": 1}
+        small: Changes = {} if request.microbatch_size in (None, 1) else {"microbatch_size": 1}
         return [
             {name: value for way in (small, *chosen) for name, value in way.items()}
             for count in range(2, len(ways) + 1)
             for chosen in combinations(ways, count)
-            if wish.lora != "none" or _FOUR_BITS not in chosen or any("lora" in way for way in chosen)
+            if request.lora != "none" or _FOUR_BITS not in chosen or any("lora" in way for way in chosen)
         ]
 
     def _adapters(self) -> tuple[str, ...]:
@@ -143,9 +143,10 @@ class Remedies:
             if not self._left:
                 return
             self._left -= 1
-            wish = replace(self._wish, search_seconds=min(self._wish.search_seconds, _SEARCH_SECONDS)).changed(changes)
+            seconds = min(self._request.search_seconds, _SEARCH_SECONDS)
+            request = replace(self._request, search_seconds=seconds).changed(changes)
             try:
-                outlook = look_at(self._shape(wish), wish, longest=False)
+                outlook = look_at(self._shape(request), request, longest=False)
             except ValueError:  # the adapters do not fit the model
                 self.hopeless.append(_settings(changes))
                 continue
@@ -155,12 +156,12 @@ class Remedies:
             self.refused.append((changes, outlook))
             self.hopeless.append(_settings(changes))
 
-    def _shape(self, wish: Wish) -> ModelShape:
+    def _shape(self, request: PlanRequest) -> ModelShape:
         machine = self._outlook.shape.hardware
-        if wish.host_memory is not None:
-            machine = replace(machine, host_memory=wish.host_memory)
-        key = replace(wish, microbatch_size=None, microbatches=None, sequence_length=None, host_memory=None)
+        if request.host_memory is not None:
+            machine = replace(machine, host_memory=request.host_memory)
+        key = replace(request, microbatch_size=None, microbatches=None, sequence_length=None, host_memory=None)
         if key not in self._shapes:
-            self._shapes[key] = shape_of(wish, machine)
+            self._shapes[key] = shape_of(request, machine)
         shape = self._shapes[key]
         return shape if machine == shape.hardware else shape.on(machine)

@@ -15,6 +15,9 @@ from omegaconf import OmegaConf
 
 from lightning_roundpipe.messages import did_you_mean, first_line
 
+Settings = tuple[tuple[str, str], ...]
+"""Settings that a command line changes in a choice, as pairs of name and text: ``lora.r=8`` is ``("r", "8")``."""
+
 _MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "peft.LoraConfig"}
 """``_target_`` of the choices that this module can read."""
 _FILES = {"model": "a config.json of Hugging Face, or a folder with one", "lora": "a YAML file like those in conf/lora"}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import Parameters
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.planning.updates import ADAMW_BYTES
+from lightning_roundpipe.planning.updates import adamw_bytes
 
 STATE_BYTES = 4 + 4 + 8 + 2
 """Bytes of a trained element on each GPU: master weight, gradient, two moments, and what layers compute with."""
@@ -36,7 +36,7 @@ def data_parallel_s(
     plain = parameters.frozen - parameters.packed
     state = STATE_BYTES * parameters.trained + parameters.compute_bytes * plain + parameters.packed_bytes
     bandwidth = machine.memory_bandwidth * machine.memory_efficiency
-    update = ADAMW_BYTES * parameters.trained / bandwidth
+    update = adamw_bytes() * parameters.trained / bandwidth
     sums = 0.0
     if workers > 1:
         link = replace(machine, workers=workers).link(machine)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from lightning_roundpipe.commands.conf_files import is_path, shipped_files
+from lightning_roundpipe.estimates.conf_files import is_path, shipped_files
 from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.profile import OF_KINDS, Hardware, read_hardware
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_roundpipe.estimates.crossing import Crossed, Crossing
+from lightning_roundpipe.estimates.meter import Meter, Work
+from lightning_roundpipe.estimates.packing import Packed
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.crossing import Crossed, Crossing
-from lightning_roundpipe.planning.meter import Meter, Work
-from lightning_roundpipe.planning.packing import Packed
 from lightning_roundpipe.planning.profile import Hardware
 
 ALIGNMENT = 256
@@ -32,18 +31,12 @@ ALIGNMENT = 256
 GRADIENT_BYTES = 4
 """Bytes of a gradient: gradients are summed in fp32."""
 
-EXPERT_OPERATIONS = {"GptOssExperts": 36, "Qwen3MoeExperts": 20}
-"""Operations of one expert's forward, views included, where experts run in turn, by the class of a layer's experts.
-
-Counted in transformers 4.57.6, in layers of 8 and of 16 experts.
-"""
-
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def estimate_costs(
     model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor], hardware: Hardware, *,
-    packed: Mapping[nn.Parameter, Packed] | None = None, experts_in_turn: bool = False, fp8: bool = False,
+    packed: Mapping[nn.Parameter, Packed] | None = None, fp8: bool = False,
 ) -> Costs:  # fmt: skip
     """Return the costs of one microbatch.
 
@@ -53,8 +46,6 @@ def estimate_costs(
         batch: keyword arguments of the model on the meta device, with the shapes of a microbatch.
         hardware: the machine.
         packed: weights in few bits, which travel and lie on a worker packed.
-        experts_in_turn: whether the host waits for the router's choice and issues the operations of each expert by
-            themselves, instead of one operation for all experts.
         fp8: whether linear layers multiply in fp8 (``torchao.float8``), except for the output layer.
 
     Raises:
@@ -63,7 +54,7 @@ def estimate_costs(
     with _autocast_knows_meta(), Meter(hardware) as meter:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         in_fp8 = [layer for layer in layers.values() if fp8 and layer is not head]
-        walk = _Walk(meter, hardware, packed or {}, in_fp8, experts_in_turn=experts_in_turn)
+        walk = _Walk(meter, hardware, packed or {}, in_fp8)
         meter.pack(packed or {})
         meter.ignore([*model.parameters(), *model.buffers(), *batch.values()])
         try:
@@ -139,10 +130,9 @@ class _Walk:
     """The calls of a forward. Linear layers of the layers ``in_fp8`` multiply in fp8."""
 
     def __init__(
-        self, meter: Meter, hardware: Hardware, packed: Mapping[nn.Parameter, Packed], in_fp8: Sequence[nn.Module], *,
-        experts_in_turn: bool,
+        self, meter: Meter, hardware: Hardware, packed: Mapping[nn.Parameter, Packed], in_fp8: Sequence[nn.Module],
     ) -> None:  # fmt: skip
-        self.meter, self.packed, self.in_fp8, self.experts_in_turn = meter, packed, in_fp8, experts_in_turn
+        self.meter, self.packed, self.in_fp8 = meter, packed, in_fp8
         self.emulated, self.issue_s = hardware.emulated, hardware.issue_s
         self.calls, self.user_code, self.loss_backward_s = list[_Called](), Work(), 0.0
         self._known: dict[Any, tuple[_Measured, Any]] = {}
@@ -224,11 +214,10 @@ class _Walk:
         ]
         work = Work()
         backward = Work(memory=work.memory)  # which frees what the forward has kept
-        repeated = _Repeated(layer, work) if self.experts_in_turn else None
-        with self.meter.scope(work), repeated or nullcontext():
+        with self.meter.scope(work):
             args, kwargs = tree_map(cut, (args, kwargs))
             out = run(*args, **kwargs)
-        issued = work.operations + work.unpackings + (repeated.operations if repeated else 0)
+        issued = work.operations + work.unpackings
         leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs = work.memory.live, tree_map(_described, out)
@@ -249,43 +238,10 @@ class _Walk:
             activation_bytes=taken + (kept + returning if self.emulated else work.memory.peak),
             forward_bytes=taken + kept if self.emulated else None, returning_bytes=returning,
             issue_s=issued * self.issue_s, backward_issue_s=backward.unpackings * self.issue_s,
-            is_synchronous=bool(repeated and repeated.operations),
             unpack_s=work.unpack_s, backward_unpack_s=backward.unpack_s,
             products=tuple((flops, *made) for flops, made in sorted(work.products.items()) if needs_backward),
         )  # fmt: skip
         return _Measured(cost, recomputing), outputs
-
-
-class _Repeated:
-    """Counts the additional operations of a layer if each expert has operations of its own.
-
-    Experts are modules with parameters of three dimensions, of which the first is the number of experts. Those of a
-    class that `EXPERT_OPERATIONS` lacks are counted to have as many operations each as all have together.
-    """
-
-    def __init__(self, layer: nn.Module, work: Work) -> None:
-        self._layer, self._work = layer, work
-        self._begun = 0
-        self._hooks: list[Any] = []
-        self.operations = 0
-
-    def __enter__(self) -> None:
-        for module in self._layer.modules():
-            counts = [len(weight) for weight in module.parameters(recurse=False) if weight.ndim == 3]
-            if counts:
-                self._hooks.append(module.register_forward_pre_hook(self._begin))
-                self._hooks.append(module.register_forward_hook(partial(self._end, max(counts))))
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, *_: object) -> None:
-        self._begun = self._work.operations
-
-    def _end(self, experts: int, module: nn.Module, *_: object) -> None:
-        together = self._work.operations - self._begun
-        self.operations += experts * EXPERT_OPERATIONS.get(type(module).__name__, together) - together
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from lightning_roundpipe.commands.machines import SLOWER_LINKS, choose_machine
-from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.data_parallel import data_parallel_s
+from lightning_roundpipe.estimates.hardware import SLOWER_LINKS, choose_machine
+from lightning_roundpipe.estimates.model_shape import USUAL_LENGTH, ModelShape
+from lightning_roundpipe.estimates.nominal import EMULATED
+from lightning_roundpipe.estimates.request import PlanRequest
 from lightning_roundpipe.planning.carried import carrying_within
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.data_parallel import data_parallel_s
 from lightning_roundpipe.planning.memory import (
     Item,
     Memory,
@@ -24,13 +25,12 @@ from lightning_roundpipe.planning.memory import (
     total,
 )
 from lightning_roundpipe.planning.network import Network, gradient_bytes
-from lightning_roundpipe.planning.nominal import EMULATED
 from lightning_roundpipe.planning.partition import smallest_within
 from lightning_roundpipe.planning.pipeline import SimulatedRun, run_steps
 from lightning_roundpipe.planning.problem import Host, Problem
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.search import paper_plan, search_partition
+from lightning_roundpipe.planning.search import search_partition
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory for a worker, as in training without ``memory_budget``."""
@@ -84,7 +84,7 @@ class Trial:
     """Plans for one size of microbatches."""
 
     shape: ModelShape
-    wish: Wish
+    request: PlanRequest
     workers: int
     microbatches: int
     sequence_length: int
@@ -96,16 +96,14 @@ class Trial:
 
     @cached_property
     def problem(self) -> Problem:
-        wish, memory = self.wish, memory_of(self.wish, self.shape.hardware)
-        searches = not wish.like_paper and wish.search_seconds > 0  # else few layers are fused, whatever the memory
-        rules = replace(self.shape.rules(wish.staleness, wish.network), memory=memory)
+        request, memory = self.request, memory_of(self.request, self.shape.hardware)
+        searches = request.search_seconds > 0  # else few layers are fused, whatever the memory
+        rules = replace(self.shape.rules(request.staleness, request.network), memory=memory)
         found = Problem.usual(
             self.costs, self.workers, self.microbatches, memory if searches else None, rules, host_of(self.shape)
         )
-        found = replace(found, memory=memory, side_by_side=not wish.like_paper)
-        lowest = min(found.min_round, wish.max_round or self.microbatches)
-        most = min(found.host_round(), wish.max_round or self.microbatches)
-        return replace(found, min_round=lowest, max_round=max(lowest, most))
+        found = replace(found, memory=memory, side_by_side=True)
+        return replace(found, max_round=max(found.min_round, found.host_round()))
 
     @cached_property
     def smallest(self) -> Plan:
@@ -115,7 +113,7 @@ class Trial:
         """
         problem, cut = self.problem, smallest_within(self.problem)
         plans, whole = [cut], Plan.per_call(len(self.costs), self.microbatches)
-        if self.wish.max_round is None and problem.fits(whole):
+        if problem.fits(whole):
             plans.append(whole)
         plans += [problem.keeping_least(plan) for plan in plans]
         smallest = min(plans, key=lambda plan: total(problem.host_items(plan)))
@@ -129,26 +127,24 @@ class Trial:
 
     def best(self, part: float) -> Plan | None:
         """Return the plan after a share ``part`` of the search; None if no plan fits."""
-        wish, costs, problem = self.wish, self.costs, self.problem
-        if wish.plan is not None:
-            plan = Plan.parse(wish.plan)
+        request, costs, problem = self.request, self.costs, self.problem
+        if request.plan is not None:
+            plan = Plan.parse(request.plan)
             plan.validate(costs.layers)
         elif not problem.has_room_for(self.smallest):
             return None
-        elif wish.like_paper:
-            plan = paper_plan(problem)
         else:
-            turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * wish.search_seconds
+            turns, seconds = 2 * _STEPS * self.microbatches * (2 * len(costs) - 1), part * request.search_seconds
             judged = max(1, max(_LEAST_TURNS, int(_TURNS_PER_SECOND * seconds)) // turns)
             plan = search_partition(problem, seconds, self.judge, judged, also=[self.smallest])
-            if seconds and wish.carry_products:
+            if seconds and request.carry_products:
                 plan = carrying_within(plan, problem, self.judge, search_seconds=seconds, judged=judged)
         return plan if problem.has_room_for(plan) else None
 
 
 @dataclass(kw_only=True)
 class Outlook(Trial):
-    """Plan and estimates for a `Wish`.
+    """Plan and estimates for a `PlanRequest`.
 
     If nothing fits, ``plan`` is the one that takes the least memory, and ``run`` is None. ``longest`` is None if it was
     not looked for; ``assumed``: assumptions about the machine, in sentences.
@@ -211,7 +207,7 @@ class Outlook(Trial):
 
     @property
     def step_tokens(self) -> int:
-        return self.wish.machines * self.microbatches * self.microbatch_size * self.sequence_length
+        return self.request.machines * self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
     def period_s(self) -> float:
@@ -226,8 +222,8 @@ class Outlook(Trial):
     @cached_property
     def data_parallel_tokens_per_s(self) -> float | None:
         """Tokens a second of data parallelism, at best; None if a GPU cannot hold the model, or without an estimate."""
-        wish, memory, machine = self.wish, self.problem.memory, self.shape.hardware
-        if wish.like_paper or wish.machines > 1 or machine.kinds or not isinstance(memory, int):
+        request, memory, machine = self.request, self.problem.memory, self.shape.hardware
+        if request.machines > 1 or machine.kinds or not isinstance(memory, int):
             return None
         size = self.microbatch_size
         seconds = data_parallel_s(
@@ -273,43 +269,43 @@ class Outlook(Trial):
         return 100 * (1 - busy / (self.workers * self.period_s))
 
 
-def look(wish: Wish) -> Outlook:
-    """Estimate costs, search the best plan within memory or take the wish's own, and simulate it.
+def look(request: PlanRequest) -> Outlook:
+    """Estimate costs, search the best plan within memory or take the request's own, and simulate it.
 
     Raises:
         ValueError: a setting is wrong. A model that does not fit is no error.
     """
-    machine, assumed = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
-    return look_at(shape_of(wish, machine), wish, assumed)
+    machine, assumed = choose_machine(request.hardware, request.gpu, request.gpus, request.workers, request.host_memory)
+    return look_at(shape_of(request, machine), request, assumed)
 
 
-def check(wish: Wish) -> None:
+def check(request: PlanRequest) -> None:
     """Check what does not depend on the machine, before `this_machine` measures it. Raises ``ValueError``."""
-    if wish.plan is not None:
-        Plan.parse(wish.plan)
-    _length_of(wish, shape_of(wish, EMULATED))
+    if request.plan is not None:
+        Plan.parse(request.plan)
+    _length_of(request, shape_of(request, EMULATED))
 
 
-def _length_of(wish: Wish, shape: ModelShape) -> int:
+def _length_of(request: PlanRequest, shape: ModelShape) -> int:
     """Return the tokens of a sequence."""
-    length = min(USUAL_LENGTH, shape.longest) if wish.sequence_length is None else wish.sequence_length
+    length = min(USUAL_LENGTH, shape.longest) if request.sequence_length is None else request.sequence_length
     if length > shape.longest:
         raise ValueError(
-            f"sequence_length={length} is longer than the {shape.longest} tokens that model={wish.model} "
+            f"sequence_length={length} is longer than the {shape.longest} tokens that model={request.model} "
             f"has positions for (max_position_embeddings). Offer it more with max_positions={length}."
         )
     return length
 
 
-def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
-    """Return the model of a wish on the meta device, with estimates for ``machine``; see `ModelShape`."""
-    shape = ModelShape(wish, machine, least(memory_of(wish, machine)))
-    return shape if wish.token_tiles is None else shape.in_tiles(wish.token_tiles)
+def shape_of(request: PlanRequest, machine: Hardware) -> ModelShape:
+    """Return the model of a request on the meta device, with estimates for ``machine``; see `ModelShape`."""
+    shape = ModelShape(request, machine, least(memory_of(request, machine)))
+    return shape if request.token_tiles is None else shape.in_tiles(request.token_tiles)
 
 
-def memory_of(wish: Wish, machine: Hardware) -> Memory | None:
+def memory_of(request: PlanRequest, machine: Hardware) -> Memory | None:
     """Return the bytes of each worker, one number if they are equal; None: no limit."""
-    return wish.memory or machine.of_each(
+    return request.memory or machine.of_each(
         lambda device: None if device.memory is None else int(MEMORY_SHARE * device.memory)
     )
 
@@ -319,19 +315,19 @@ def host_of(shape: ModelShape) -> Host:
     return Host(shape.hardware.host_memory, shape.parameters)
 
 
-def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
+def look_at(shape: ModelShape, request: PlanRequest, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
     """Return the outlook of a model from `shape_of`; see `look`. ``longest``: whether to look for the longest one."""
-    workers = wish.workers or shape.hardware.workers
-    microbatches = wish.microbatches or 2 * workers
-    sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
-    trials = [Trial(shape, wish, workers, microbatches, _length_of(wish, shape), size) for size in sizes]
+    workers = request.workers or shape.hardware.workers
+    microbatches = request.microbatches or 2 * workers
+    sizes = _SIZES if request.microbatch_size is None else (request.microbatch_size,)
+    trials = [Trial(shape, request, workers, microbatches, _length_of(request, shape), size) for size in sizes]
     chosen, plan = _fastest(trials)
     run = None
     if chosen.problem.has_room_for(plan):
         run = run_steps(plan, chosen.costs, workers, microbatches, chosen.problem.rules, 2 * _STEPS)
-    memory = least(memory_of(wish, shape.hardware))
+    memory = least(memory_of(request, shape.hardware))
     return Outlook(
-        shape, wish, workers, microbatches, chosen.sequence_length, chosen.microbatch_size, plan=plan,
+        shape, request, workers, microbatches, chosen.sequence_length, chosen.microbatch_size, plan=plan,
         run=run, longest=find_longest(shape, workers, microbatches, memory) if longest else None, assumed=assumed,
     )  # fmt: skip
 
@@ -343,17 +339,17 @@ def _fastest(trials: list[Trial]) -> tuple[Trial, Plan]:
     size with the plan that takes the least memory.
     """
     last, found, part = trials[-1], list[tuple[Trial, Plan]](), _TRIAL if len(trials) > 1 else 1.0
-    given = last.wish.plan is not None
+    given = last.request.plan is not None
     if given or last.problem.has_room_for(last.smallest):  # larger sizes take even more memory
         found = [(one, plan) for one in trials if (plan := one.best(part)) is not None]
     if not found:
-        return last, Plan.parse(str(last.wish.plan)) if given else last.smallest
+        return last, Plan.parse(str(last.request.plan)) if given else last.smallest
 
     def seconds(pair: tuple[Trial, Plan]) -> float:
         return pair[0].judge(pair[1]) / (pair[0].microbatch_size * pair[0].microbatches)
 
     best, plan = min(found, key=seconds)  # of equal ones, the largest size
-    if len(trials) > 1 and not best.wish.like_paper and (longer := best.best(1 - part * len(found))) is not None:
+    if len(trials) > 1 and (longer := best.best(1 - part * len(found))) is not None:
         return min((best, plan), (best, longer), key=seconds)
     return best, plan
 

@@ -13,13 +13,12 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lightning_roundpipe.commands.command_line import Settings
-from lightning_roundpipe.commands.conf_files import is_path, read_choice, read_model
+from lightning_roundpipe.estimates.conf_files import Settings, is_path, read_choice, read_model
+from lightning_roundpipe.estimates.meter import ATTENTION, attention
+from lightning_roundpipe.estimates.packing import Packed, PackedFormat, pack
 from lightning_roundpipe.messages import did_you_mean, first_line
 from lightning_roundpipe.model.quantize_experts import check_sizes, fused_experts, routers
 from lightning_roundpipe.model.rope import stretch
-from lightning_roundpipe.planning.meter import ATTENTION, attention
-from lightning_roundpipe.planning.packing import Packed, PackedFormat, pack
 from lightning_roundpipe.planning.profile import Precision
 
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")

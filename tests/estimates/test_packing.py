@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.planning.meter import Counter
-from lightning_roundpipe.planning.packing import pack
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.meter import Counter
+from lightning_roundpipe.estimates.packing import pack
 
 bnb = pytest.importorskip("bitsandbytes")
 

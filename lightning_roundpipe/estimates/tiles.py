@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_roundpipe.planning.meter import current_meter
+from lightning_roundpipe.estimates.meter import current_meter
 
 Shapes = Callable[[tuple[int, ...], int], list[tuple[int, ...]]]
 """Returns the shapes of all tiles, of the shape of all tokens and the tokens of a tile."""

@@ -1,4 +1,4 @@
-"""The request of ``roundpipe-plan model=NAME``, and its model: on the meta device, with estimates for a machine."""
+"""The model of a request: on the meta device, with estimates for a machine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.commands.choices import make_model, packed_weights, read_config, with_adapters
-from lightning_roundpipe.commands.machines import AUTO
-from lightning_roundpipe.commands.wish import Tiles, Wish
 from lightning_roundpipe.config import REDUCE_DTYPES
+from lightning_roundpipe.estimates.costs_of_shapes import GRADIENT_BYTES, estimate_costs, layer_bytes
+from lightning_roundpipe.estimates.hardware import AUTO
+from lightning_roundpipe.estimates.models import make_model, packed_weights, read_config, with_adapters
+from lightning_roundpipe.estimates.request import PlanRequest, Tiles
+from lightning_roundpipe.estimates.tiles import tiled
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.model.token_tiles import modules_in_tiles, tile_shapes
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
 from lightning_roundpipe.planning.memory import BESIDE, MASTER_BYTES, Parameters, process_bytes
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.planning.tiles import tiled
+from lightning_roundpipe.planning.updates import adamw_bytes
 
 USUAL_LENGTH = 2048
 """Tokens of a sequence without ``sequence_length``, if the model has that many positions."""
@@ -32,7 +33,7 @@ _MOST_LENGTH = 2**20
 """Positions of a model whose configuration has no limit."""
 
 TILE = 4096
-"""Tokens of a tile in estimates with tiles, if the wish asks for no tiles."""
+"""Tokens of a tile in estimates with tiles, if the request asks for no tiles."""
 USUAL_TILE = 1024
 """Tokens of a tile that is proposed: products of so many take many times as long as reading the weights."""
 
@@ -41,39 +42,35 @@ class ModelShape:
     """A model on the meta device, with estimates for a machine. Layers are cut to fit into ``memory`` bytes of each
     worker.
 
-    With ``wish.like_paper``, costs are those of the paper's library: the loss takes no longer than the output layer's
-    products, the host issues the operations of one expert after another and keeps the inputs of each layer, and without
-    staleness the optimizer begins when backward is over.
-
     Raises:
         ValueError: model, adapters and packed weights do not fit each other, or ``max_positions`` asks for no more.
     """
 
-    def __init__(self, wish: Wish, hardware: Hardware, memory: int | None = None) -> None:
-        model = wish.model
-        config, self.quantization = read_config(model, wish.model_settings)
-        if self.quantization is not None and wish.lora == "none":
+    def __init__(self, request: PlanRequest, hardware: Hardware, memory: int | None = None) -> None:
+        model = request.model
+        config, self.quantization = read_config(model, request.model_settings)
+        if self.quantization is not None and request.lora == "none":
             raise ValueError(
                 f"model.quantization={self.quantization.form}: weights in few bits are not trained themselves, and "
                 f"lora=none has no adapters. Choose some, as lora=all_linear, or train model={model} in full with "
                 "model.quantization=null."
             )
-        self._wish, self.hardware = wish, hardware
-        if wish.precision == "fp8":
-            _refuse_without_fp8(wish, hardware)
+        self._request, self.hardware = request, hardware
+        if request.precision == "fp8":
+            _refuse_without_fp8(request, hardware)
         self.configured = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
-        self.longest = wish.max_positions or self.configured
-        if wish.max_positions is not None:
+        self.longest = request.max_positions or self.configured
+        if request.max_positions is not None:
             if self.longest <= self.configured:
                 raise ValueError(
                     f"max_positions={self.longest} is no more than the {self.configured} tokens that model={model} has "
                     "positions for: leave it out."
                 )
             config.get_text_config().max_position_embeddings = self.longest
-        base, quantization = make_model(config, model, wish.precision), self.quantization
+        base, quantization = make_model(config, model, request.precision), self.quantization
         self._packed = {} if quantization is None else packed_weights(base, quantization)
         form = None if quantization is None else quantization.form
-        self._module = with_adapters(base, model, wish.lora, wish.lora_settings, form)
+        self._module = with_adapters(base, model, request.lora, request.lora_settings, form)
         self._root = root = nn.Module()
         root.model = self._module  # as in a LightningModule, so that layers have the same names as in training
         found = find_layers(root)
@@ -88,23 +85,12 @@ class ModelShape:
             fits = refined.stuck is None or arenas_of(sizes) <= memory  # as training does, in the smallest arena
             self.refined = replace(refined, stuck=None) if fits else refined
         self._layers = self.refined.layers if self.refined.stuck is None else found
-        nbytes = GRADIENT_BYTES if wish.reduce_dtype is None else REDUCE_DTYPES[wish.reduce_dtype]
+        nbytes = GRADIENT_BYTES if request.reduce_dtype is None else REDUCE_DTYPES[request.reduce_dtype]
         self._reduced_bytes = nbytes if nbytes < GRADIENT_BYTES else None
         self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
         self._tiled: list[tuple[nn.Module, int]] = []
-        weights = list(self._module.parameters())
-        trained = sum(p.numel() for p in weights if p.requires_grad)
-        frozen = sum(p.numel() for p in weights) - trained
         self._known: dict[tuple[int, int], Costs] = {}
-        self._parameters = Parameters(
-            trained, frozen, weights[0].element_size(), bool(wish.staleness), sum(p.numel() for p in self._packed),
-            sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
-            any(weight.dim() == 3 for weight in self._packed), wish.machines, wish.optimizer_state,
-            shares=wish.precision.startswith(("bf16", "fp8")) and not wish.staleness and wish.machines == 1,
-            # An optimizer that clips or unscales needs all gradients first.
-            by_layer=not (wish.precision.startswith("16-") or wish.gradient_clip_val),
-        )  # fmt: skip
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         """Return the costs of a microbatch of so many sequences, of so many tokens each. They are cached."""
@@ -115,8 +101,23 @@ class ModelShape:
 
     @property
     def parameters(self) -> Parameters:
-        machine = self.hardware
-        return replace(self._parameters, process=process_bytes(0 if machine.emulated else machine.workers))
+        request, machine, weights = self._request, self.hardware, list(self._module.parameters())
+        trained = sum(p.numel() for p in weights if p.requires_grad)
+        frozen = sum(p.numel() for p in weights) - trained
+        return Parameters(
+            trained, frozen, weights[0].element_size(), bool(request.staleness), sum(p.numel() for p in self._packed),
+            sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
+            any(weight.dim() == 3 for weight in self._packed), request.machines, request.optimizer_state,
+            shares=request.precision.startswith(("bf16", "fp8")) and not request.staleness and request.machines == 1,
+            by_layer=not request.updates_at_once,
+            process=process_bytes(0 if machine.emulated else machine.workers),
+        )  # fmt: skip
+
+    def under(self, request: PlanRequest) -> ModelShape:
+        """Return the model under a request that differs in what costs do not depend on: machines and staleness."""
+        other = copy(self)
+        other._request = request
+        return other
 
     def on(self, machine: Hardware) -> ModelShape:
         """Return the model with estimates for another machine, of the same kinds of devices in the same proportions."""
@@ -145,19 +146,14 @@ class ModelShape:
         without_logits = lean_logits(self._module) if self._lean else nullcontext()
         with without_logits, tiled(self._tiled, tile_shapes):
             calls = self._estimate(device, input_ids=tokens, labels=tokens)
-        if self._wish.like_paper:
-            head = self._estimate(device, input_ids=tokens)[-1]
-            last = replace(calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
-            calls = tuple(replace(call, recomputable=()) for call in (*calls[:-1], last))
         if (nbytes := self._reduced_bytes) is None:
             return Costs(calls)
         return Costs(calls).map(lambda c: replace(c, reduced_bytes=c.gradient_bytes * nbytes // GRADIENT_BYTES))
 
     def _estimate(self, device: Hardware, **batch: Tensor) -> tuple[CallCost, ...]:
         return estimate_costs(
-            self._module, self._layers, batch, device, packed=self._packed, experts_in_turn=self._wish.like_paper,
-            fp8=self._wish.precision == "fp8",
-        ).calls  # fmt: skip
+            self._module, self._layers, batch, device, packed=self._packed, fp8=self._request.precision == "fp8"
+        ).calls
 
     def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
         """Return the times of the host, of copies, of updates and of the network, if there is one (bytes a second)."""
@@ -166,14 +162,15 @@ class ModelShape:
         if network is not None:
             share = MASTER_BYTES / GRADIENT_BYTES  # fp32 weights are sent to all machines
             between = Network(self.parameters.machines, network * machine.network_efficiency, share)
-        copy_bytes = 0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes
-        blocking = self._wish.like_paper and not staleness
-        return machine.rules(staleness, copy_bytes, self._reduced_bytes, blocking=blocking, network=between)
+        clips, working = self._request.gradient_clip_val is not None, self.parameters.working_bytes
+        traffic = adamw_bytes(self.parameters.optimizer_state, working, self._reduced_bytes, scales=clips)
+        at_once = self._request.updates_at_once
+        return machine.rules(staleness, traffic, at_once=at_once, network=between)
 
 
-def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
+def _refuse_without_fp8(request: PlanRequest, hardware: Hardware) -> None:
     """Refuse ``precision=fp8`` for devices without such products, with adapters, and with carried products."""
-    if wish.hardware == AUTO:
+    if request.hardware == AUTO:
         raise ValueError(
             "precision=fp8: hardware=auto does not measure fp8 products. Add their rate to the file that it writes "
             "(flops.fp8), and plan with hardware=FILE."
@@ -184,12 +181,12 @@ def _refuse_without_fp8(wish: Wish, hardware: Hardware) -> None:
             "Hopper cannot multiply in fp8: plan with precision=bf16-mixed. For other GPUs, add the rate to a file: "
             "hardware=FILE."
         )
-    if wish.lora != "none":
+    if request.lora != "none":
         raise ValueError(
-            f"precision=fp8 with lora={wish.lora}: torchao.float8 also computes gradients of frozen weights, which "
+            f"precision=fp8 with lora={request.lora}: torchao.float8 also computes gradients of frozen weights, which "
             "takes longer than bf16. Leave one of them out."
         )
-    if wish.carry_products:
+    if request.carry_products:
         raise ValueError(
             "precision=fp8 with carry_products=true: fp8 layers count as compiled, and nothing of these is carried. "
             "Leave one of them out."

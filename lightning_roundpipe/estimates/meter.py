@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_roundpipe.planning.packing import Packed
+from lightning_roundpipe.estimates.packing import Packed
 from lightning_roundpipe.planning.profile import Format, Hardware
 
 ATTENTION = "roundpipe_meter"

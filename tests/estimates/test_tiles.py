@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import ModelShape
-from lightning_roundpipe.commands.wish import Wish
+from lightning_roundpipe.estimates.costs_of_shapes import estimate_costs
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.model_shape import ModelShape
+from lightning_roundpipe.estimates.request import PlanRequest
+from lightning_roundpipe.estimates.tiles import tiled
 from lightning_roundpipe.model.token_tiles import run_in_tiles, tile_shapes
-from lightning_roundpipe.planning.estimate import estimate_costs
-from lightning_roundpipe.planning.tiles import tiled
 
 GPU = read_machine("rtx4090x8")
 ROWS, WIDTH, INNER, COUNT = 64, 16, 48, 4
@@ -89,7 +89,7 @@ def live_at_once(block):
 
 
 def test_of_language_models_it_is_mlps_norms_and_experts():
-    shape = ModelShape(Wish("tiny_gpt_oss_20b", precision="bf16-true"), read_machine("rtx4090x8"))
+    shape = ModelShape(PlanRequest("tiny_gpt_oss_20b", precision="bf16-true"), read_machine("rtx4090x8"))
     kinds = {type(module).__name__ for module, _ in shape.in_tiles()._tiled}
     assert len(kinds) == 2 and all(kind.endswith(("MLP", "Experts", "Norm")) for kind in kinds)
     with pytest.raises(ValueError, match="token_tiles="):

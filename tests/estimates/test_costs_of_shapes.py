@@ -7,9 +7,9 @@ import torch
 from planning.making import estimated_costs, shape
 from torch import nn
 
-from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.planning.estimate import estimate_costs
-from lightning_roundpipe.planning.meter import Meter
+from lightning_roundpipe.estimates.costs_of_shapes import estimate_costs
+from lightning_roundpipe.estimates.hardware import read_machine
+from lightning_roundpipe.estimates.meter import Meter
 
 SLOW_MEMORY = replace(read_machine("rtx4090x8"), memory_bandwidth=1.0, memory_efficiency=1.0, kernel_s=0.0)
 """A second a byte."""

@@ -2,11 +2,11 @@
 
 import pytest
 
+from lightning_roundpipe.estimates.data_parallel import STATE_BYTES, data_parallel_s
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.data_parallel import STATE_BYTES, data_parallel_s
 from lightning_roundpipe.planning.memory import Parameters
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.planning.updates import ADAMW_BYTES
+from lightning_roundpipe.planning.updates import adamw_bytes
 
 MACHINE = Hardware(
     title="two",
@@ -25,7 +25,7 @@ MACHINE = Hardware(
 )
 TRAINED = 100
 PARAMETERS = Parameters(TRAINED, 0, 2)
-UPDATE_S = ADAMW_BYTES * TRAINED / 500
+UPDATE_S = adamw_bytes() * TRAINED / 500
 SUMS_S = 4 * TRAINED / 80
 """Over the slower direction; of two GPUs, each sends half of the gradients twice."""
 

@@ -1,0 +1,52 @@
+"""The run's own plan counts updates as they will be: what they wait for, and the bytes that they touch."""
+
+import functools
+
+import pytest
+import torch
+from harness import Learner, ours, run
+from torch import nn
+
+from lightning_roundpipe.engine.planner import Planner
+
+
+class Net(Learner):
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def loss(self, batch):
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "at_once", "nbytes"),
+    [
+        ({}, {}, False, 28),
+        ({"gradient_clip_val": 0.5}, {}, True, 28 + 8),
+        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, {}, False, 28),
+        ({"precision": "bf16-true"}, {}, False, 28),
+        ({"precision": "bf16-true"}, {"staleness": 1}, False, 30),
+        ({}, {"staleness": 1}, False, 32),
+        ({"precision": "16-true"}, {}, True, 30),
+        ({}, {"optimizer_state": "bf16"}, False, 20),
+    ],
+)
+def test_rules_of_updates(monkeypatch, trainer, options, at_once, nbytes):
+    seen, rules = [], Planner._rules
+    monkeypatch.setattr(Planner, "_rules", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
+    run(ours(num_microbatches=2, **options), Net(), torch.ones(4, 4), devices=2, steps=1, **trainer)
+    [found] = seen
+    assert (found.updates.at_once, found.updates.blocking) == (at_once, False)
+    assert found.sums_per_s / found.updates.bytes_per_s == pytest.approx(nbytes / 12)
+
+
+def test_updates_that_block(monkeypatch):
+    seen, rules = [], Planner._rules
+    monkeypatch.setattr(Planner, "_rules", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
+    run(ours(num_microbatches=2), Net(), torch.ones(4, 4), devices=2, steps=1, blocking=True)
+    assert [one.updates.blocking for one in seen] == [True]
