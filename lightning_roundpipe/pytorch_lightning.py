@@ -28,6 +28,7 @@ _PARTS = (
     "trainer.evaluation_window",
     "trainer.stepping",
     "reports.announcements",
+    "trainer.fit",
     "reports.step_times",
     "reports.step_monitor",
     "strategy",

@@ -1,8 +1,15 @@
 """``Trainer(strategy="roundpipe")``: the engine as Lightning sees it.
 
 To Lightning, this strategy trains a module on the CPU in one process: the module, the batch and the optimizer stay in
-host memory. Only ``training_step`` and the evaluation steps go to the engine, which runs the module's layers on the
-workers. The rest of this module overrides defaults that would move something to a GPU.
+host memory. Only steps go to the engine, which runs the module's layers on the workers:
+
+    setup             the engine starts: it finds layers, and makes workers ── `engine.engine`
+    training_step     the first batch of a window runs all of it; others get their results ── `trainer.fit`
+    optimizer_step    Lightning's part of a step; the update goes on beside the next ── `trainer.stepping`
+    validation_step   and test and prediction: several batches are in flight ── `trainer.evaluation_window`
+    teardown          the engine stops
+
+The rest of this module overrides defaults that would move something to a GPU, and reads and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -44,13 +51,14 @@ from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.model.token_tiles import run_in_tiles
 from lightning_roundpipe.precision import RoundPipePrecision
-from lightning_roundpipe.reports.announcements import Announcements, changed_settings, name_devices
-from lightning_roundpipe.reports.monitors import clips_by_norm, profile_all_threads, windows_left
+from lightning_roundpipe.reports.announcements import changed_settings, name_devices
+from lightning_roundpipe.reports.monitors import profile_all_threads
 from lightning_roundpipe.reports.page import write_page
 from lightning_roundpipe.reports.planned import replay_of
 from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.trainer.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.trainer.evaluation_window import EvaluationWindow
+from lightning_roundpipe.trainer.fit import Fit
 from lightning_roundpipe.trainer.lookahead import TRANSFER, TakenBatch, transfer_once
 from lightning_roundpipe.trainer.refusals import (
     begin_run,
@@ -70,8 +78,6 @@ from lightning_roundpipe.trainer.refusals import (
     unreadable_checkpoint,
 )
 from lightning_roundpipe.trainer.several_machines import SeveralMachines, folder_of_checkpoints
-from lightning_roundpipe.trainer.stepping import Stepping
-from lightning_roundpipe.trainer.windows import Window
 
 _CPU = torch.device("cpu")
 
@@ -93,10 +99,10 @@ def _nothing() -> None:
     """Do nothing: `_leave_tiles` of a strategy that has started nothing. A function, because those can be pickled."""
 
 
-def _report_of(engine: Engine | None, announcements: Announcements | None) -> Report:
+def _report_of(engine: Engine | None, fit: Fit | None) -> Report:
     found = engine.reports.latest() if engine is not None else Report()
     if found:
-        found["planned_host_bytes"] = announcements.planned_host_bytes if announcements is not None else None
+        found["planned_host_bytes"] = fit.announcements.planned_host_bytes if fit is not None else None
     return found
 
 
@@ -212,14 +218,11 @@ class RoundPipeStrategy(SeveralMachines):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
         self._evaluation: EvaluationWindow | None = None
+        self._fit: Fit | None = None
         self._last_report = Report()
-        self._announcements: Announcements | None = None
-        self._seed = 0
-        self._stepping: Stepping | None = None
         self._leave_tiles: Callable[[], object] = _nothing
         self._former: dict[int, weakref.ref[Tensor]] = {}
         """Parameters of the models of earlier engines, by id. Optimizers may still hold them; they get no gradients."""
-        self._window: Window | None = None
 
     # -- devices and processes ----------------------------------------------------------------------------------------
 
@@ -240,40 +243,6 @@ class RoundPipeStrategy(SeveralMachines):
         self.accelerator.setup_device(self.root_device)
         self._meet()
 
-    # -- precision ----------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        self._precision_plugin = self._precision_plugin or RoundPipePrecision()  # keep it: later calls return the same
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning chooses the plugin by the strategy's type from a fixed list. Replace its choice by our plugin.
-        self._precision_plugin = None if precision_plugin is None else RoundPipePrecision.of(precision_plugin)
-
-    @property
-    def _precision(self) -> RoundPipePrecision:
-        return cast(RoundPipePrecision, self.precision_plugin)
-
-    # -- checkpoints --------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
     # -- setup and teardown -------------------------------------------------------------------------------------------
 
     @override
@@ -282,6 +251,7 @@ class RoundPipeStrategy(SeveralMachines):
 
     def _set_up(self, trainer: Trainer, *, again: bool = False) -> None:
         """Set up the engine. ``again``: during a run, keeping the optimizers."""
+        before = self._fit if again else None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_launch(self.world_size, self.num_nodes, self.cluster_environment)
@@ -306,13 +276,7 @@ class RoundPipeStrategy(SeveralMachines):
             if not again:
                 self.setup_optimizers(trainer)
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
-            self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
-            self._engine.planner.windows_left = functools.partial(windows_left, trainer)
-            self._engine.planner.clips = functools.partial(clips_by_norm, trainer)
-            self._engine.within_window = self._stepping.is_within_window
-            precision = str(self.precision_plugin.precision)
-            self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
-        self._window = None
+            self._fit = Fit(trainer, module, self.optimizers, self._engine, self._precision, before)
         self.setup_precision_plugin()
 
     def _shared_settings(self) -> dict[str, Any]:
@@ -330,27 +294,15 @@ class RoundPipeStrategy(SeveralMachines):
             "loss_weight": weight if weight is None or isinstance(weight, str) else "a function",
         }
 
-    def _sum_gradients(self) -> None:
-        """Sum the gradients in ``.grad`` over several machines, when a window of accumulated batches ends."""
-        module, engine = self._running()
-        exchange = engine.context.exchange
-        if exchange is None or engine.updates is not None or module.trainer.fit_loop._should_accumulate():
-            return
-        held = {id(p): p.grad for p in engine.model.masters if p.grad is not None}
-        sums = dict(exchange.summed(held))
-        for parameter in engine.model.masters:
-            if (gradient := sums.get(id(parameter))) is not None:
-                parameter.grad = gradient
-
     @override
     def on_train_start(self) -> None:
-        if self._stepping is not None:
+        if self._fit is not None:
             module, engine = self._running()
             names = {id(p): name for name, p in module.named_parameters()}
             buckets = [[names.get(id(p), "") for p in bucket.masters] for bucket in engine.model.buckets]
             self._agree_on_training(module.trainer, module, buckets)
             self._agree_on_stopping(module.trainer)
-            self._stepping.started()
+            self._fit.stepping.started()
 
     def _attach(self) -> None:
         """Set up again, before a step, if user code has replaced modules or parameters of the model."""
@@ -363,9 +315,8 @@ class RoundPipeStrategy(SeveralMachines):
         )
         if engine.context.exchange is not None:
             engine.context.exchange.refuse_rebuilding()
-        if self._stepping is not None:
-            self._stepping.refuse_open_window()
-        seed, uploaded = self._seed, engine.reports.weights_uploaded
+        if self._fit is not None:
+            self._fit.stepping.refuse_open_window()
         self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
         strays = [(p, p.data) for layer in engine.model.layers for flat in layer.weights.flats for p in flat.strays()]
         self._set_up(module.trainer, again=True)
@@ -374,18 +325,13 @@ class RoundPipeStrategy(SeveralMachines):
                 parameter.data = memory  # user code may hold this memory, too
             del memory
         del strays
-        self._seed, self._running()[1].reports.weights_uploaded = seed, uploaded
-        if self._stepping is not None:
-            self._stepping.started()
+        if self._fit is not None:
+            self._fit.stepping.started()
 
     @override
     def on_train_end(self) -> None:
-        window, self._window = self._window, None
-        trainer = self._running()[0].trainer if self._engine is not None else None
-        if window is not None and not window.ended and trainer is not None and not trainer.should_stop:
-            raise RoundPipeError(window.skipped())
-        if self._stepping is not None:
-            self._stepping.ended()
+        if self._fit is not None:
+            self._fit.ended()
 
     def _start_engine(self, module: LightningModule, *, fitting: bool) -> None:
         if self._engine is not None:
@@ -395,8 +341,6 @@ class RoundPipeStrategy(SeveralMachines):
         refuse_scripted(module, kind)
         begin_run(self)
         self._precision.device = kind
-        self._precision.after_backward = self._sum_gradients if self._peers is not None else None
-        self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
         try:
             self._leave_tiles = run_in_tiles(module, self.options.token_tiles)
@@ -410,6 +354,10 @@ class RoundPipeStrategy(SeveralMachines):
             raise
         if text := over_capacity(self.options, devices):
             warn(PREFIX + text)
+
+    def _running(self) -> tuple[LightningModule, Engine]:
+        assert self.lightning_module is not None and self._engine is not None, "a step before setup()"
+        return self.lightning_module, self._engine
 
     @override
     def model_to_device(self) -> None:
@@ -434,10 +382,9 @@ class RoundPipeStrategy(SeveralMachines):
             end_run(self)  # last: until then, functions of torch and Lightning are replaced
 
     def _close_engine(self) -> None:
-        stepping, self._stepping = self._stepping, None
-        announcements, self._announcements = self._announcements, None
-        if stepping is not None:
-            stepping.close()
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.close()
         engine, self._engine = self._engine, None
         window, self._evaluation = self._evaluation, None
         if self.lightning_module is not None:
@@ -446,10 +393,9 @@ class RoundPipeStrategy(SeveralMachines):
             if window is not None:
                 window.end()
             self._leave_tiles()
-            self._window = None
             try:
                 with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
-                    self._last_report = _report_of(engine, announcements) or self._last_report
+                    self._last_report = _report_of(engine, fit) or self._last_report
             finally:
                 engine.close()
 
@@ -471,47 +417,11 @@ class RoundPipeStrategy(SeveralMachines):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine is None:  # outside of a run the module is a plain one, on the host
+        if self._fit is None:  # outside of a run the module is a plain one, on the host
             return super().training_step(*args, **kwargs)
-        module = self._running()[0]
-        assert self._stepping is not None and self._announcements is not None
-        if module.automatic_optimization:
-            if self._window is None or self._window.ended:
-                self._window = self._begin_window((*args, *kwargs.values()))
-            with self.precision_plugin.train_step_context():  # logged numbers become tensors of its dtype
-                output = self._window.next()
-            self._announcements.after()
-        else:
-            output = self._train_manually(args, kwargs)
-        self._stepping.refuse_late_hooks()
-        if not self._stepping.asynchronous:  # the batch may have switched to that
-            self._precision.clipping = None
-        return output
-
-    def _begin_window(self, args: tuple[Any, ...]) -> Window:
-        """Run the microbatches of the window of which Lightning's loop has come to the first batch."""
-        self._attach()
-        module, engine = self._running()
-        assert self._stepping is not None and self._announcements is not None
-        window = Window(module, self.options, args, self._stepping.sees_each_batch())
-        zero_grad = self._stepping.begin(window.span)
-        seed = (self._seed, self._stepping.batch_number())
-        self._announcements.before(window.samples)
-        with self.precision_plugin.train_step_context():
-            window.run(engine, seed, zero_grad=zero_grad)
-        return window
-
-    def _train_manually(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._attach()
-        module, engine = self._running()
-        assert self._stepping is not None and self._announcements is not None
-        self._stepping.begin(1)
-        self._announcements.before(None)
-        seed = (self._seed, self._stepping.batch_number())
-        with self.precision_plugin.train_step_context():
-            output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
-        self._announcements.after()
-        return output
+        if self._fit.between_windows:
+            self._attach()
+        return self._fit.training_step(args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -532,86 +442,34 @@ class RoundPipeStrategy(SeveralMachines):
         assert self._evaluation is not None and not kwargs, "Lightning passes the arguments of steps by position"
         return self._evaluation.step(step, context, args)
 
-    def _running(self) -> tuple[LightningModule, Engine]:
-        assert self.lightning_module is not None and self._engine is not None, "a step before setup()"
-        return self.lightning_module, self._engine
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step as the base class does. Callbacks may have replaced the optimizer or added groups to it before."""
+        step = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
+        if self._fit is None:
+            return step()
+        module, _ = self._running()
+        if module.automatic_optimization and self._fit.between_windows:
+            self._attach()  # before the window's only batch, whose training_step runs within the optimizer's step
+        former = {key for key, known in self._former.items() if known() is not None}  # these get no gradients
+        refuse_foreign_parameters([optimizer], self._running()[1].model.bucket_of.keys() | former)
+        return self._fit.optimizer_step(step)
 
-    def report(self) -> Report:
-        """Return what the last finished training step did; empty before there is one. Survives ``teardown``.
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
-        Returns:
-            A dict, of which ``print`` shows a summary:
-            ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
-            ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
-            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes``, ``alloc_retries`` (each per worker),
-            ``planned_device_bytes`` (of each worker, at most; None without a plan), ``peak_host_bytes``,
-            ``planned_host_bytes`` (of weights, gradients and optimizer state), ``optimizer_lag_s`` (from the last
-            gradient's arrival on the host to the end of the update; None while that is not known),
-            ``waits_for_optimizer`` (whether training waits for each update),
-            ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
-            ``step_time_s`` (from its start, or from the end of the previous step if they overlap),
-            ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether the step had no plan, and each call a
-            slot of its own), ``costs`` (of each call, as the plan was made from them; or None), and ``events`` and
-            ``stalls``: every call, copy and wait with its worker, slot and times, in seconds from the start of the
-            step (times of uploads ahead of the step are negative).
-        """
-        return _report_of(self._engine, self._announcements) or self._last_report
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
 
-    def save_report(self, path: str | Path, settings: Mapping[str, Any] | None = None) -> None:
-        """Write a page on the run to ``path``: one HTML file that needs no network.
-
-        It shows a picture of the last step, the plan, memory against the plan, settings and versions. What steps wait
-        for needs a `RoundPipeMonitor` among the Trainer's callbacks.
-
-        Args:
-            path: the file to write; its folder must exist.
-            settings: shown beside the strategy's own settings, such as the configuration of the run.
-
-        Raises:
-            ImportError: matplotlib is not installed; the message names the extra.
-            ValueError: no training step has finished yet.
-        """
-        module = self.lightning_module
-        callbacks = vars(module._trainer)["callbacks"] if module is not None and module._trainer is not None else []
-        monitor = next((callback for callback in callbacks if isinstance(callback, RoundPipeMonitor)), None)
-        write_page(
-            self.report(),
-            Path(path),
-            replayed=replay_of(self),
-            diagnosis=monitor.diagnosis if monitor is not None else None,
-            settings={**changed_settings(self.options), **(settings or {})},
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop what a run has started: threads, devices, and the objects that use them."""
-        return vars(self) | {
-            "_engine": None,
-            "_evaluation": None,
-            "_stepping": None,
-            "_announcements": None,
-            "_window": None,
-            "_leave_tiles": _nothing,
-            "_former": {},
-            "_peers": None,
-            "_agreeing": (),
-            "_lightning_optimizers": [],  # of classes that cannot be pickled; the base class makes them again
-        }
-
-    def __repr__(self) -> str:
-        """Return the settings that are not defaults, as written in a script."""
-        named = ", ".join(f"{name}={value}" for name, value in changed_settings(self.options).items())
-        return f"{type(self).__name__}({named})"
-
-    def __str__(self) -> str:
-        """Return settings, devices, state and plan, one line each."""
-        engine = self._engine
-        if engine is None:
-            lines = ["not training" if self._last_report else "not set up yet, which Trainer.fit() does"]
-        else:
-            precision = self.precision_plugin.precision
-            lines = [f"{name_devices(engine)}, {precision}, {plural(len(engine.model.layers), 'layer')}"]
-        plan = str(engine.context.learned.plan or "") if engine is not None else self._last_report.get("plan")
-        return "\n  ".join([repr(self), *lines, f"plan: {plan or 'none yet, the first batch shows what it needs'}"])
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
 
     @property
     def whole(self) -> bool | None:
@@ -620,21 +478,6 @@ class RoundPipeStrategy(SeveralMachines):
             return False
         updates = self._engine.updates if self._engine is not None else None
         return None if updates is None else updates.whole
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step as the base class does. Callbacks may have replaced the optimizer or added groups to it before."""
-        if self._engine is not None:
-            if self._running()[0].automatic_optimization and (self._window is None or self._window.ended):
-                self._attach()  # before the window's only batch, whose training_step runs within the optimizer's step
-            former = {key for key, known in self._former.items() if known() is not None}  # these get no gradients
-            refuse_foreign_parameters([optimizer], self._engine.model.bucket_of.keys() | former)
-        run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
-        if self._stepping is None:
-            return run()
-        return self._stepping.step(self._precision, run)
-
-    # -- where things live --------------------------------------------------------------------------------------------
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -691,8 +534,8 @@ class RoundPipeStrategy(SeveralMachines):
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
             load_optimizer(optimizer, state, self.options.optimizer_state)
-        if self._stepping is not None:
-            self._stepping.loaded()
+        if self._fit is not None:
+            self._fit.stepping.loaded()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -711,9 +554,104 @@ class RoundPipeStrategy(SeveralMachines):
         found = peers.gather_states(state["state"], [owner or 0 for owner in owners], room, "the optimizer's state")
         return {**state, "state": dict(sorted(found.items()))}
 
+    # -- precision ----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        self._precision_plugin = self._precision_plugin or RoundPipePrecision()  # keep it: later calls return the same
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning chooses the plugin by the strategy's type from a fixed list. Replace its choice by our plugin.
+        self._precision_plugin = None if precision_plugin is None else RoundPipePrecision.of(precision_plugin)
+
+    @property
+    def _precision(self) -> RoundPipePrecision:
+        return cast(RoundPipePrecision, self.precision_plugin)
+
     @override
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Create the tensors of ``configure_model``, which are the masters, on the CPU."""
         with _EmptyInit(enabled=bool(empty_init)), _CPU, self.precision_plugin.tensor_init_context():
             yield
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return what the last finished training step did; empty before there is one. Survives ``teardown``.
+
+        Returns:
+            A dict, of which ``print`` shows a summary:
+            ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
+            ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
+            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes``, ``alloc_retries`` (each per worker),
+            ``planned_device_bytes`` (of each worker, at most; None without a plan), ``peak_host_bytes``,
+            ``planned_host_bytes`` (of weights, gradients and optimizer state), ``optimizer_lag_s`` (from the last
+            gradient's arrival on the host to the end of the update; None while that is not known),
+            ``waits_for_optimizer`` (whether training waits for each update),
+            ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
+            ``step_time_s`` (from its start, or from the end of the previous step if they overlap),
+            ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether the step had no plan, and each call a
+            slot of its own), ``costs`` (of each call, as the plan was made from them; or None), and ``events`` and
+            ``stalls``: every call, copy and wait with its worker, slot and times, in seconds from the start of the
+            step (times of uploads ahead of the step are negative).
+        """
+        return _report_of(self._engine, self._fit) or self._last_report
+
+    def save_report(self, path: str | Path, settings: Mapping[str, Any] | None = None) -> None:
+        """Write a page on the run to ``path``: one HTML file that needs no network.
+
+        It shows a picture of the last step, the plan, memory against the plan, settings and versions. What steps wait
+        for needs a `RoundPipeMonitor` among the Trainer's callbacks.
+
+        Args:
+            path: the file to write; its folder must exist.
+            settings: shown beside the strategy's own settings, such as the configuration of the run.
+
+        Raises:
+            ImportError: matplotlib is not installed; the message names the extra.
+            ValueError: no training step has finished yet.
+        """
+        module = self.lightning_module
+        callbacks = vars(module._trainer)["callbacks"] if module is not None and module._trainer is not None else []
+        monitor = next((callback for callback in callbacks if isinstance(callback, RoundPipeMonitor)), None)
+        write_page(
+            self.report(),
+            Path(path),
+            replayed=replay_of(self),
+            diagnosis=monitor.diagnosis if monitor is not None else None,
+            settings={**changed_settings(self.options), **(settings or {})},
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop what a run has started: threads, devices, and the objects that use them."""
+        return vars(self) | {
+            "_engine": None,
+            "_evaluation": None,
+            "_fit": None,
+            "_leave_tiles": _nothing,
+            "_former": {},
+            "_peers": None,
+            "_agreeing": (),
+            "_lightning_optimizers": [],  # of classes that cannot be pickled; the base class makes them again
+        }
+
+    def __repr__(self) -> str:
+        """Return the settings that are not defaults, as written in a script."""
+        named = ", ".join(f"{name}={value}" for name, value in changed_settings(self.options).items())
+        return f"{type(self).__name__}({named})"
+
+    def __str__(self) -> str:
+        """Return settings, devices, state and plan, one line each."""
+        engine = self._engine
+        if engine is None:
+            lines = ["not training" if self._last_report else "not set up yet, which Trainer.fit() does"]
+        else:
+            precision = self.precision_plugin.precision
+            lines = [f"{name_devices(engine)}, {precision}, {plural(len(engine.model.layers), 'layer')}"]
+        plan = str(engine.context.learned.plan or "") if engine is not None else self._last_report.get("plan")
+        return "\n  ".join([repr(self), *lines, f"plan: {plan or 'none yet, the first batch shows what it needs'}"])

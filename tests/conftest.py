@@ -155,7 +155,8 @@ def device():
 def said(monkeypatch):
     """What the strategy informs of."""
     lines = []
-    monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", lines.append)
+    for module in ("strategy", "trainer.fit"):
+        monkeypatch.setattr(f"lightning_roundpipe.{module}.rank_zero_info", lines.append)
     return lines
 
 

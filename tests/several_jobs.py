@@ -104,6 +104,19 @@ class Saves(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
+class LooksWithin(pl.Callback):
+    """Looks at weights at the end of a batch, on the first machine."""
+
+    roundpipe_passive_hooks = True
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.is_global_zero and batch_idx == self.batch:
+            pl_module.state_dict()
+
+
 class Looks(pl.Callback):
     """Looks at gradients, so the optimizer steps in ``optimizer_step``."""
 
@@ -124,6 +137,7 @@ def train(
     microbatches=4,
     devices=2,
     blocking=False,
+    looks_after=None,
     dropout=0.0,
     even=False,
     options=None,
@@ -143,6 +157,7 @@ def train(
         microbatches: of all machines together; None: batches are not cut.
         devices: of each machine; a number, if all have as many.
         blocking: whether a callback looks at gradients.
+        looks_after: a batch after which a callback of the first machine looks at weights.
         even: whether each sample has the same number of targets, so that samples weigh as in plain training.
         resume: a checkpoint to go on from.
         save: where to write a checkpoint when training has ended.
@@ -176,6 +191,7 @@ def train(
     parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
     parts["loss_weight"] = module.targets if own_mean else None if even else module.weighs
     losses = Losses()
+    more = [*more, LooksWithin(looks_after)] if looks_after is not None else more
     more = [*more, Late(late, module)] if late and rank == machines - 1 > 0 else more
     made = trainer_of(
         ours(**(parts | (options or {}))) if strategy is None else strategy,

@@ -71,7 +71,7 @@ class Apart(pl.Callback):
         self.seen = set()
 
     def on_train_batch_end(self, trainer, *_):
-        self.seen.add(bool(trainer.strategy._stepping.asynchronous))
+        self.seen.add(bool(trainer.strategy._fit.stepping.asynchronous))
 
 
 # ------------------------------------------------------------------------------------------------------- staleness 0

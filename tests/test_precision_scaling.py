@@ -116,6 +116,25 @@ def test_resuming_goes_on_bit_for_bit(precision, staleness, done, tmp_path):
     assert state(whole) == state(resumed)
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_a_factor_that_moves_within_a_window(precision):
+    """An update that is one step late decides the factor while a window goes on, and a look finds out.
+
+    The losses that were still to come were "differentiated with different factors".
+    """
+    options = {"precision": precision, "strategy": {"staleness": 1}, "accumulate_grad_batches": 3}
+    undisturbed = train(BATCHES[:3] * 4, **options)
+
+    def look(trainer, *_):
+        if trainer.fit_loop.epoch_loop.batch_idx % 3 < 2:
+            trainer.model.state_dict()
+            trainer.strategy._engine.evaluate(lambda: None)
+
+    looking = train(BATCHES[:3] * 4, callbacks=[harness.callback(passive=True, on_train_batch_end=look)], **options)
+    assert_identical(without_gradients(undisturbed), without_gradients(looking))
+    assert state(undisturbed) == state(looking)
+
+
 @pytest.mark.parametrize("first", ["ours", "lightning"])
 def test_checkpoints_cross_over(first, tmp_path):
     path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 6

@@ -34,11 +34,18 @@ class Encoder:
     """Encodes with a fast tokenizer: only those return character offsets. End-of-text follows texts and completions.
 
     ``loss_on``: ``"completions"`` (in a chat: the assistant's messages) or ``"everything"``. ``chat_template`` formats
-    conversations instead of the tokenizer's own template.
+    conversations instead of the tokenizer's own template. ``vocab_size`` is the model's.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        loss_on: str,
+        chat_template: str | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         self._tokenizer: Any = tokenizer
+        self.vocab_size = vocab_size
         self.completions_only = loss_on == "completions"
         if chat_template is None and tokenizer.chat_template:
             chat_template = tokenizer.get_chat_template()
@@ -46,11 +53,11 @@ class Encoder:
 
     @property
     def settings(self) -> list[Any]:
-        """All settings that decide a record's tokens, and which of them are to be learnt."""
+        """All settings that decide a record's tokens, which of them are to be learnt, and whether they are refused."""
         made_by = json.loads(self._tokenizer.backend_tokenizer.to_str())
         made_by |= {"truncation": None, "padding": None}  # the last call's, which do not matter here
         named = [self._tokenizer.bos_token, self._tokenizer.eos_token]
-        return [made_by, named, self._template, self.completions_only]
+        return [made_by, named, self._template, self.completions_only, self.vocab_size]
 
     def encode(self, content: Text | Chat) -> Tokens:
         """Return the record's tokens. Raises ``BadRecord``."""

@@ -6,7 +6,7 @@ that must not attend to each other are packed whole, or padded, one per row.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,80 +15,77 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_roundpipe.data.sequences import Batch
-from lightning_roundpipe.data.token_store import TokenStore, Whole
+from lightning_roundpipe.data.tokens import column
+
+if TYPE_CHECKING:
+    import datasets
 
 NO_TARGET = -100
 """The label that the losses of Hugging Face and torch ignore."""
 
+Numbers = npt.NDArray[np.int64]
+
 
 class Rows(Dataset[Batch]):
-    """``count`` rows of ``length`` tokens. ``tokens`` of all these are not padding."""
+    """Rows of ``length`` tokens, each of pieces of records.
 
-    def __init__(self, store: TokenStore, records: Whole, length: int, count: int, tokens: int) -> None:
-        self._store, self._records, self._length = store, records, length
-        self._count, self._tokens = count, tokens
+    ``"joined"``: the records one after another, cut into rows; the remainder at the end is dropped. ``"packed"``: whole
+    records, cut at ``length``, as many per row as fit. Position ids restart with each, and Hugging Face's models derive
+    the attention mask from them, so a row's loss is that of its separate records. ``"padded"``: one record per row.
 
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def filled(self) -> float:
-        """The share of the rows' tokens that is not padding."""
-        return self._tokens / max(1, len(self) * self._length)
-
-
-class JoinedRows(Rows):
-    """The records one after another, cut into rows. The remainder at the end is dropped."""
-
-    def __init__(self, store: TokenStore, records: Whole, length: int) -> None:
-        self._ends = np.cumsum(store.lengths[records])
-        count = int(self._ends[-1]) // length if len(self._ends) else 0
-        super().__init__(store, records, length, count, count * length)
-
-    @override
-    def __getitem__(self, row: int) -> Batch:
-        begin, end = row * self._length, (row + 1) * self._length
-        first, last = int(np.searchsorted(self._ends, begin, "right")), int(np.searchsorted(self._ends, end))
-        tokens = np.concatenate(self._store.tokens(self._records[first : last + 1]))
-        before = int(self._ends[first - 1]) if first else 0
-        tokens = tokens[begin - before : end - before]
-        return _batch(tokens, tokens >= 0)
-
-
-class WholeRows(Rows):
-    """Whole records, cut at ``length``: several per row, which do not attend to each other, or one and padding.
-
-    In packed rows, position ids restart with each record, and Hugging Face's models derive the attention mask from
-    them. A row's loss is that of its separate records.
+    Attributes:
+        filled: the share of the rows' tokens that is not padding.
     """
 
-    def __init__(self, store: TokenStore, records: Whole, length: int, pad: int, *, packs: bool) -> None:
-        lengths = np.minimum(store.lengths[records], length)
-        rows = packed(lengths, length) if packs else np.arange(len(records))
-        order, count = np.argsort(rows, kind="stable"), int(rows.max(initial=-1)) + 1
-        super().__init__(store, records[order], length, count, int(lengths.sum()))
-        self._pad, self._packs = pad, packs
-        self._starts = np.searchsorted(rows[order], np.arange(count + 1))
+    def __init__(
+        self, table: datasets.Dataset, length: int, way: Literal["joined", "packed", "padded"], pad: int
+    ) -> None:
+        self._table = table.with_format("numpy", columns=["tokens"])
+        self._length, self._way, self._pad = length, way, pad
+        lengths = column(table, "length").astype(np.int64)
+        ends = np.cumsum(lengths)
+        if way == "joined":
+            count = int(lengths.sum()) // length
+            starts = np.union1d(np.arange(count) * length, ends[ends < count * length])  # of pieces
+            self._records = np.searchsorted(ends, starts, "right")
+            self._begins = starts - (ends - lengths)[self._records]
+            self._sizes, rows = np.diff(starts, append=count * length), starts // length
+        else:
+            rows = packed(np.minimum(lengths, length), length) if way == "packed" else np.arange(len(lengths))
+            self._records = np.argsort(rows, kind="stable")
+            self._begins, rows = np.zeros_like(rows), rows[self._records]
+            self._sizes, count = np.minimum(lengths, length)[self._records], int(rows.max(initial=-1)) + 1
+        self._pieces = np.searchsorted(rows, np.arange(count + 1))
+        self.filled = int(self._sizes.sum()) / max(1, count * length)
+
+    def __len__(self) -> int:
+        return len(self._pieces) - 1
 
     @override
     def __getitem__(self, row: int) -> Batch:
-        tokens = np.full(self._length, self._pad, dtype=np.int32)
-        learn = np.zeros(self._length, dtype=bool)
-        positions = np.empty(self._length, dtype=np.int64)
+        pieces = slice(self._pieces[row], self._pieces[row + 1])
+        tokens = np.full(self._length, ~self._pad, dtype=np.int64)
+        positions = np.arange(self._length)
         used = 0
-        for whole in self._store.tokens(self._records[self._starts[row] : self._starts[row + 1]]):
-            found = whole[: self._length]
-            part = slice(used, used + len(found))
-            tokens[part], learn[part], positions[part] = found, found >= 0, np.arange(len(found))
-            learn[used] &= not used  # it would be predicted from the previous record
-            used += len(found)
+        records = self._table[self._records[pieces].tolist()]["tokens"]
+        for found, begin, size in zip(records, self._begins[pieces], self._sizes[pieces], strict=True):
+            tokens[used : used + size] = found[begin : begin + size]
+            positions[used:] = np.arange(self._length - used)
+            if used and self._way == "packed" and tokens[used] >= 0:
+                tokens[used] = ~tokens[used]  # it would be predicted from the previous record
+            used += size
         positions[used:] = np.arange(self._length - used)
-        if self._packs:
-            return _batch(tokens, learn) | {"position_ids": torch.from_numpy(positions)}
-        return _batch(tokens, learn) | {"attention_mask": (torch.arange(self._length) < used).long()}
+        read = torch.from_numpy(tokens)
+        inputs = torch.maximum(read, ~read)
+        batch = {"input_ids": inputs, "labels": inputs.masked_fill(read < 0, NO_TARGET)}
+        if self._way == "packed":
+            batch["position_ids"] = torch.from_numpy(positions)
+        elif self._way == "padded":
+            batch["attention_mask"] = (torch.arange(self._length) < used).long()
+        return batch
 
 
-def packed(lengths: Whole, room: int) -> Whole:
+def packed(lengths: Numbers, room: int) -> Numbers:
     """Return the row of each record, with at most ``room`` tokens a row: best fit, longest records first."""
     rows = np.empty(len(lengths), dtype=np.int64)
     with_space: list[list[int]] = [[] for _ in range(room + 1)]
@@ -107,8 +104,3 @@ def packed(lengths: Whole, room: int) -> Whole:
             with_space[left].append(row)
             spaces |= 1 << left
     return rows
-
-
-def _batch(tokens: npt.NDArray[Any], learn: npt.NDArray[np.bool_]) -> Batch:
-    inputs = torch.from_numpy(np.maximum(tokens, ~tokens).astype(np.int64))
-    return {"input_ids": inputs, "labels": inputs.masked_fill(~torch.from_numpy(learn), NO_TARGET)}

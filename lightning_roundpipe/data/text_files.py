@@ -6,8 +6,8 @@ model. Nothing is dropped silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -16,17 +16,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
-from lightning_roundpipe.data.rows import JoinedRows, Rows, WholeRows
-from lightning_roundpipe.data.sequences import Batch, TokenRows
-from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
+from lightning_roundpipe.data.rows import Rows
+from lightning_roundpipe.data.sequences import TokenRows
+from lightning_roundpipe.data.tokens import column, read_tokens
 from lightning_roundpipe.messages import PREFIX, plural
 from lightning_roundpipe.model.loading import reading
+
+if TYPE_CHECKING:
+    import datasets
 
 _CHOICES = {
     "rows": ("joined", "packed", "padded"),
     "loss_on": ("completions", "everything"),
     "too_long": ("error", "truncate", "drop"),
 }
+_LISTED = 5
+"""Most names of a list in a message."""
 
 
 class TextFiles(TokenRows):
@@ -90,105 +95,89 @@ class TextFiles(TokenRows):
         made = _loaded(tokenizer)
         pads = (made.pad_token_id, made.eos_token_id, 0)  # nothing reads it; other programs look for it
         self._pad: int = next(token for token in pads if token is not None)
-        self._encoder = Encoder(made, loss_on, _template(chat_template))
+        self._encoder = Encoder(made, loss_on, _template(chat_template), vocab_size)
         paths = {"data.path": path, "data.validation_path": validation_path}
         self._paths = {setting: Path(given).expanduser() for setting, given in paths.items() if given is not None}
-        self.rows, self.vocab_size = rows, vocab_size
+        self.rows: Any = rows
         self._too_long, self._fraction, self._most = too_long, validation_fraction, most
-        self._stores: list[TokenStore] = []
+        self._tables: list[datasets.Dataset] = []
 
     @override
     def prepare_data(self) -> None:
         """Tokenise the files unless an earlier run has."""
-        if not self._stores:
-            self._stores = [self._open(path, setting) for setting, path in self._paths.items()]
+        if not self._tables:
+            self._tables = [self._open(path, setting) for setting, path in self._paths.items()]
 
     @override
     def setup(self, stage: str) -> None:
         """Lay the records out in rows, and report their numbers."""
         self.prepare_data()
         if not hasattr(self, "training"):
-            source, held_out = self._stores[0], self._stores[-1]
-            parts = self._divided(source) if held_out is source else (np.arange(len(s)) for s in (source, held_out))
-            training, validation = parts
-            rows = self._laid_out("training", source, training), self._laid_out("validation", held_out, validation)
-            self.training, self.validation = rows
+            training, validation = self._tables if len(self._tables) > 1 else self._divided(*self._tables)
+            self.training, rows = self._laid_out("training", training), self._laid_out("validation", validation)
+            spread = np.linspace(0, len(rows) - 1, min(self._most or len(rows), len(rows)))
+            self.validation = Subset(rows, spread.round().astype(int).tolist())
 
-    def _open(self, path: Path, setting: str) -> TokenStore:
-        store = open_store(path, setting, self._encoder)
-        largest = store.column("largest").max()
-        if largest >= self.vocab_size:
-            raise ValueError(
-                f"{setting}: the tokenizer makes token {largest}, and the model's vocabulary has {self.vocab_size}. "
-                "Set data.tokenizer to that of the model."
-            )
-        if self.rows == "joined" and self._encoder.completions_only and store.column("prompt").any():
+    def _open(self, path: Path, setting: str) -> datasets.Dataset:
+        table, files, others = read_tokens(path, setting, self._encoder)
+        if self.rows == "joined" and self._encoder.completions_only and column(table, "prompt").any():
             raise ValueError(
                 f"data.rows='joined' cuts records anywhere, and those of {setting} have prompts: a row could have "
                 "nothing to be learnt. Set data.rows=packed, or data.loss_on=everything."
             )
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         _tell(
-            f"{setting}: {plural(len(store), 'record')} of {plural(int(store.lengths.sum()), 'token')} from "
-            f"{plural(store.files, 'file')}",
-            _listed("files that are not read", store.others),
+            f"{setting}: {plural(len(table), 'record')} of {plural(int(column(table, 'length').sum()), 'token')} from "
+            f"{plural(files, 'file')}",
+            f"files that are not read: {', '.join(others[:_LISTED])}{more}" if others else "",
         )
-        return store
+        return table
 
-    def _divided(self, store: TokenStore) -> tuple[Whole, Whole]:
+    def _divided(self, table: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
         """Return the records for training and for validation. Records with the same text are on the same side."""
         seeds = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)
         # Digests are random already, so multiplying by an odd number mixes well enough: upper bits decide the order.
-        mixed = (store.column("digest").view(np.uint64) ^ seeds) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (column(table, "digest").view(np.uint64) ^ seeds) * np.uint64(0x9E3779B97F4A7C15)
         last = max(1, round(len(mixed) * self._fraction)) - 1
         held_out = mixed <= np.partition(mixed, last)[last]
         if held_out.all():
             raise ValueError(
-                f"data.path has too few different records ({len(store):,} or fewer) to be divided into training and "
+                f"data.path has too few different records ({len(table):,} or fewer) to be divided into training and "
                 "validation. Set data.validation_path to held-out records."
             )
-        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        return table.select(np.flatnonzero(~held_out)), table.select(np.flatnonzero(held_out))
 
-    def _laid_out(self, purpose: str, store: TokenStore, records: Whole) -> Rows | Subset[Batch]:
-        changed = ""
-        rows: Rows
-        if self.rows == "joined":
-            rows = JoinedRows(store, records, self.sequence_length)
-        else:
-            records, changed = self._fitting(store, records)
-            rows = WholeRows(store, records, self.sequence_length, self._pad, packs=self.rows == "packed")
+    def _laid_out(self, purpose: str, table: datasets.Dataset) -> Rows:
+        table, changed = (table, "") if self.rows == "joined" else self._fitting(table)
+        rows = Rows(table, self.sequence_length, self.rows, self._pad)
         if not len(rows):
             raise ValueError(f"data.sequence_length={self.sequence_length} is longer than all text for {purpose}.")
-        _tell(
-            f"{purpose}: {plural(len(records), 'record')} in {plural(len(rows), 'row')}, "
-            f"{100 * rows.filled:.0f} % full",
-            changed,
-        )
-        if purpose == "validation" and self._most is not None:
-            spread = np.linspace(0, len(rows) - 1, min(self._most, len(rows)))
-            return Subset(rows, spread.round().astype(int).tolist())
+        of = f"{plural(len(table), 'record')} in {plural(len(rows), 'row')}"
+        _tell(f"{purpose}: {of}, {100 * rows.filled:.0f} % full", changed)
         return rows
 
-    def _fitting(self, store: TokenStore, records: Whole) -> tuple[Whole, str]:
+    def _fitting(self, table: datasets.Dataset) -> tuple[datasets.Dataset, str]:
         """Return the records that fit into rows, perhaps after truncation, and a description of what that changed."""
-        long = records[store.lengths[records] > self.sequence_length]
-        if not len(long):
-            return records, ""
+        fits = column(table, "length") <= self.sequence_length
+        if fits.all():
+            return table, ""
+        long = table.select(np.flatnonzero(~fits))
         limit = plural(self.sequence_length, "token")
-        which = f"{plural(len(long), 'record')} of more than {limit}, {store.place(long[0])} first"
+        which = f"{plural(len(long), 'record')} of more than {limit}, {long[0]['place']} first"
         if self._too_long == "error":
             raise ValueError(
                 f"data.sequence_length={self.sequence_length} is too short for {which}. Raise it, or set "
                 "data.too_long to truncate or drop, or data.rows=joined for texts."
             )
         if self._too_long == "drop":
-            return np.setdiff1d(records, long), f"without {which}"
-        for record, [tokens] in ((record, store.tokens(np.array([record]))) for record in long):
-            if not learnt(tokens[: self.sequence_length]):
+            return table.select(np.flatnonzero(fits)), f"without {which}"
+        for record in long:
+            if not learnt(np.asarray(record["tokens"][: self.sequence_length])):
                 raise ValueError(
-                    f"data.too_long='truncate' leaves nothing to be learnt of {store.place(record)}: its prompt alone "
+                    f"data.too_long='truncate' leaves nothing to be learnt of {record['place']}: its prompt alone "
                     f"takes data.sequence_length={self.sequence_length}. Raise that, or set data.too_long=drop."
                 )
-        return records, f"truncated: {which}"
+        return table, f"truncated: {which}"
 
 
 def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase:
@@ -226,9 +215,3 @@ def _template(chosen: str | Path | None) -> str | None:
 
 def _tell(*facts: str) -> None:
     rank_zero_info(PREFIX + "; ".join(fact for fact in facts if fact))
-
-
-def _listed(what: str, names: Iterable[str], most: int = 5) -> str:
-    found = list(names)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return f"{what}: {', '.join(found[:most])}{more}" if found else ""

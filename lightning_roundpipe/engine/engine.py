@@ -461,10 +461,9 @@ class Engine:
         """Let the next step compute with what user code has seen or written within this window. Then submit the update.
 
         With staleness 1, the next step computes with the weights from before that update. The window's uploads are
-        over: `settle` has waited for them. Of several machines, one alone may have looked, and all must send as much.
+        over: `settle` has waited for them.
         """
-        alone = self.context.exchange is None
-        if alone and self._looked_at and self.updates is not None and self.updates.staleness:
+        if self._looked_at and self.updates is not None and self.updates.staleness:
             self._sync_weights(newest=False)
 
     def _sync_weights(self, *, newest: bool) -> None:
@@ -473,8 +472,9 @@ class Engine:
         ``newest``: whether uploads must see all updates, whatever the staleness. They are settled first.
         """
         updates = self.updates
-        if updates is not None and self._looked_at:
-            updates.settle()
+        renews = updates is not None and (self._looked_at or (newest and updates.wanted != updates.submitted))
+        if updates is not None and renews:
+            updates.settle(within_window=self.within_window())
             updates.optimizer.release_masters()  # `reattach` counts the tensors that share a master's memory
         for layer in self.model.layers:
             layer.weights.reattach()
@@ -483,8 +483,7 @@ class Engine:
             self.model.formats.scales.fix(0)
             for bucket in self.model.buckets:
                 bucket.refresh()
-        elif self._looked_at or (newest and updates.wanted != updates.submitted):
-            updates.settle()
+        elif renews:
             updates.publish_all()
         self._looked_at = False
         for layer in self.model.layers:

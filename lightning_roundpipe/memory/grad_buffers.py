@@ -131,6 +131,8 @@ class _Block:
         self.generation = home.generation
         self.filled: Event | None = None
         """The end of the last download into it, or of the addition."""
+        self.lent = False
+        """Whether user code may hold views of it."""
         self._own_holders = holders(flat)
         self._views: dict[tuple[ParamSlice, ...], list[Tensor]] = {}
 
@@ -142,9 +144,10 @@ class _Block:
         return views
 
     @property
-    def unused(self) -> bool:
-        """Whether only the pool holds the memory."""
-        return holders(self.flat) == self._own_holders
+    def is_free(self) -> bool:
+        """Whether nothing uses the memory: its last sum may have been dropped while it was still on its way."""
+        there = self.filled is None or self.filled.done()
+        return there and not (self.lent and holders(self.flat) > self._own_holders)
 
 
 class _Blocks:
@@ -152,6 +155,7 @@ class _Blocks:
 
     A block is used again for gradients of at least half its size. Where a new one would exceed the limit, free blocks
     are given up for it. Memory that was handed to user code in ``.grad`` is used again once user code has dropped it.
+    Nothing here waits: microbatches take blocks with the baton held.
 
     Attributes:
         held: bytes of the blocks that are taken. From ``limit`` on, downloads wait, and none are kept without need.
@@ -162,9 +166,8 @@ class _Blocks:
         self._new, self._limit = new, limit
         self.held = self.generation = 0
         self._lock = threading.Lock()
-        self._free: list[_Block] = []
-        self._lent: list[_Block] = []
-        """Blocks that user code may hold views of."""
+        self._given: list[_Block] = []
+        """Blocks that were given back."""
 
     def exceed(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` beside what is taken are more than the limit."""
@@ -173,44 +176,36 @@ class _Blocks:
     def take(self, nbytes: int, *, keep: bool) -> _Block:
         """Return a block of at least ``nbytes``, whose contents are arbitrary. ``keep``: whether a new one is kept."""
         with self._lock:
-            lent, self._lent = self._lent, []
-            for block in lent:
-                (self._free if block.unused else self._lent).append(block)
-            suiting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
+            free = [block for block in self._given if block.is_free]
+            suiting = [block for block in free if nbytes <= block.nbytes <= 2 * nbytes]
             found = min(suiting, key=lambda block: block.nbytes, default=None)
             if found is not None:
-                self._free.remove(found)
-            while found is None and self._free and self.held + sum(b.nbytes for b in self._free) > self._limit - nbytes:
-                del self._free[0]
+                self._given.remove(found)
+            while found is None and free and self.held + sum(b.nbytes for b in self._given) > self._limit - nbytes:
+                self._given.remove(free.pop(0))
             self.held += nbytes if found is None else found.nbytes
-        if found is None:
-            return _Block(self._new(nbytes), self, kept=keep)
-        # If nothing took that sum, its download may still be on its way.
-        if found.filled is not None and not found.filled.done():
-            found.filled.wait()
-        return found
+        return _Block(self._new(nbytes), self, kept=keep) if found is None else found
 
     def give(self, block: _Block, filled: Event | None, *, lent: bool) -> None:
         """Do what `GradientPool.give` does, but wake nothing."""
-        block.filled = filled
+        block.filled, block.lent = filled, lent
         with self._lock:
             if block.generation == self.generation:
                 self.held -= block.nbytes
                 if block.kept:
-                    (self._lent if lent else self._free).append(block)
+                    self._given.append(block)
 
     def give_up_free(self) -> None:
         """Free the memory of blocks that nothing uses."""
         with self._lock:
-            self._free.clear()
+            self._given.clear()
 
     def clear(self) -> None:
         """Free all memory but what is taken, which is freed with those who have it."""
         with self._lock:
             self.generation += 1
             self.held = 0
-            self._free.clear()
-            self._lent.clear()
+            self._given.clear()
 
 
 class Ready(Protocol):

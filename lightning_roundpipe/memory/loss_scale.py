@@ -16,7 +16,7 @@ class Scales(Versioned):
 
     Args:
         scale: the dynamic loss scale. None: no scaling, all factors are 1.
-        outer: whether the merged loss is multiplied by the factor once more when it is differentiated, as by Lightning.
+        outer: whether a returned loss is multiplied by ``last`` when it is differentiated, as by Lightning.
 
     Attributes:
         last: factor of the last step that had a loss.
@@ -28,7 +28,7 @@ class Scales(Versioned):
         self.scale = scale
         self.last = scale.now() if scale is not None else 1.0
         self.manual = 1.0
-        self._outer = outer
+        self.outer = outer
         self._known: dict[int, float] = {}
 
     def fix(self, *versions: int) -> float:
@@ -73,4 +73,4 @@ class Scales(Versioned):
         if self.scale is None:
             return 1.0
         self.last = self._known[version]
-        return self.last if self._outer else 1.0
+        return self.last if self.outer else 1.0

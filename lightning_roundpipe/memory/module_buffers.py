@@ -139,7 +139,14 @@ class HostBuffers:
         )
 
     def settle(self) -> None:
-        """Wait for all pending values and write them to their buffers [3]."""
+        """Wait for all pending values and write them to their buffers [3].
+
+        Others may load buffers meanwhile: one that waited for the lock would have the baton.
+        """
+        with self._lock:
+            ready = [self._current[place][1].ready for place in self._pending]
+        for event in filter(None, ready):
+            event.wait()
         with self._lock:
             for place in list(self._pending):
                 self._settle(place)

@@ -136,6 +136,13 @@ def sees_each_batch(trainer: Trainer, module: LightningModule, parameters: Itera
     return next(_looking(trainer, module, "on_after_backward"), hooked and f"parameter {hooked!r} has a hook")
 
 
+def finds_last_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether anything may look at the last step's gradients between ``training_step`` and ``zero_grad``."""
+    return _overrides(module, "optimizer_zero_grad", LightningModule) or any(
+        _looking(trainer, module, "on_before_zero_grad")
+    )
+
+
 def hooked_parameter(module: nn.Module) -> str | None:
     """Return the first parameter with a hook on itself or its gradient, as ``wandb.watch`` registers them."""
     return next((name for name, parameter in module.named_parameters() if _has_hook(parameter)), None)

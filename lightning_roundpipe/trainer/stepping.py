@@ -32,6 +32,7 @@ from lightning_roundpipe.trainer.hook_audit import (
     DECLARE,
     FlushOptimizer,
     Settle,
+    finds_last_gradients,
     listening,
     looks_at_weights,
     needs_gradients,
@@ -286,7 +287,22 @@ class Stepping:
                 "used. Change it at a multiple, or between epochs, as GradientAccumulationScheduler does."
             )
         self._window = range(self._processed(), self._processed() + span)
+        if zero_grad:
+            self._zero_grad()
         return zero_grad
+
+    def _zero_grad(self) -> None:
+        """Do what Lightning does before it asks for backward: that of layers runs now, and its sums take memory."""
+        trainer, module = self._trainer, self._module
+        if self.asynchronous or not module.automatic_optimization or self._zeroed_elsewhere() is not None:
+            return
+        if self.sees_each_batch() or finds_last_gradients(trainer, module):
+            return
+        plain = [one for one in self._optimizers if getattr(one.zero_grad, "__func__", None) is Optimizer.zero_grad]
+        if plain:
+            for group in (group for optimizer in plain for group in optimizer.param_groups):
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def is_within_window(self) -> bool:
         """Return whether a window has begun of which Lightning has not finished all batches."""

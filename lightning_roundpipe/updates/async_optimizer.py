@@ -140,7 +140,10 @@ class AsyncOptimizer:
 
     def publish_all(self) -> None:
         """Let the next step see all updates, whatever the staleness, and user code's writes. Call `settle` first."""
-        self.gradients.multiply(self._scales.fix(self.wanted, self.submitted))
+        factor = self._scales.fix(self.wanted, self.submitted)
+        self.gradients.multiply(factor)
+        if self._window is not None:
+            self._window.multiply(factor, losses=not self._scales.outer)
         for bucket in self.buckets:
             bucket.refresh()
             bucket.publish(self.submitted)

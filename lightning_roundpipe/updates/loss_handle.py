@@ -116,6 +116,13 @@ class StepGradients:
         self.release()
         return [taken.pop(id(master)) for master in self.masters]
 
+    def multiply(self, factor: float, *, losses: bool) -> None:
+        """Multiply the gradients by a quotient of loss scales; with ``losses``, also for losses yet to come."""
+        if losses:
+            self._factor *= factor
+        if self.scale is not None:
+            self.scale *= factor
+
     def weigh(self) -> None:
         """Multiply `scale` by the share of this batch in those of all machines. Call it once, on each machine."""
         if self._share is not None:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_roundpipe.data import PackedText, RandomTokens, pydoc_topics
-from lightning_roundpipe.data.split import SHARED_PARAGRAPH, split_texts
+from lightning_roundpipe.data.in_memory import SHARED_PARAGRAPH, split_texts
 from lightning_roundpipe.messages import RoundPipeWarning
 
 

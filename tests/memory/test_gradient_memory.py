@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from types import SimpleNamespace
 
+import harness
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -14,7 +15,7 @@ from patience import PATIENCE_S
 from torch import nn
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
@@ -172,6 +173,17 @@ def counting(real, most):
     return take
 
 
+@pytest.mark.parametrize(("hook", "copies"), [("on_before_optimizer_step", 1), ("on_before_zero_grad", 2)])
+def test_the_last_steps_gradients_have_no_memory_beside_the_next_ones(hook, copies, monkeypatch):
+    """Plain training drops them before backward, which runs within training_step here. They were there twice."""
+    asked, living = Asked(monkeypatch), list[int]()
+    looks = harness.callback(**{hook: lambda *_: None})
+    counts = harness.callback(passive=True, on_before_zero_grad=lambda *_: living.append(asked.alive))
+    fit(asked, Module(), looks, counts)
+    assert living == [LAYERS] + 4 * [copies * LAYERS]
+    assert set(asked.when) <= set(range(copies + 1)), "later batches find memory"
+
+
 @pytest.mark.parametrize("why", ["clipping by norm", "a hook that finds .grad"])
 def test_where_all_gradients_are_needed_each_layer_has_memory(why, monkeypatch):
     asked = Asked(monkeypatch)
@@ -253,6 +265,24 @@ def test_room_that_is_found_is_taken(layer):
     assert first.make_room() and not second.make_room()
     first.release()
     assert second.make_room() and len(second.flat) == BYTES
+
+
+def test_taking_memory_waits_for_no_download(layer):
+    """Microbatches take it with the baton held, and a sum that nothing took may still be on its way."""
+
+    class OnItsWay(Event):
+        over = False
+        wait = time = None
+
+        def done(self):
+            return self.over
+
+    pool, download = GradientPool(layer.device, limit=4 * BYTES, largest=BYTES), OnItsWay()
+    pool.begin_window(keeps=True)
+    pool.give(dropped := pool.take(BYTES), download)
+    assert pool.take(BYTES) is not dropped
+    download.over = True
+    assert pool.take(BYTES) is dropped
 
 
 def test_a_bucket_without_gradients_wakes_downloads(layer):

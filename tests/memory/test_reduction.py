@@ -241,3 +241,26 @@ def test_what_lands_waits_until_what_has_landed_is_added(device, reduction, monk
         on_device.download(device.gradients_down, 0)
     host.wait()
     host.release()
+
+
+def test_a_download_that_cannot_begin_ends_the_wait_for_the_sum(device, reduction):
+    """The optimizer's thread may wait for it by then, and would do so for ever."""
+
+    class Fails:
+        name = "gradients_down"
+
+        def copy(self, target, source):
+            raise RuntimeError("no such memory")
+
+    layer, failed = _layer(device, torch.zeros(4)), list[BaseException]()
+    host = GradientMemory([layer], device, reduction, workers=1).begin(layer, ())
+    on_device = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
+    on_device.present = [True]
+    host.make_room(CancelScope())
+    on_device.download(device.gradients_down, 0)
+    host.make_room(CancelScope())
+    with pytest.raises(RuntimeError, match="no such memory"):
+        on_device.download(Fails(), 0, failed=failed.append)
+    assert [str(error) for error in failed] == ["no such memory"]
+    with pytest.raises(StreamError, match="no such memory"):
+        host.wait()
