@@ -26,7 +26,7 @@ SIZES = {"cpu": (128, 64), "cuda": (4096, 8192)}
 
 
 class Layer(nn.Linear):
-    """With its activation: what user code between layers holds is in no plan."""
+    """With its activation, so that no code lies between layers."""
 
     def forward(self, x):
         return torch.tanh(super().forward(x))

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import ours, run, seeded
+from harness import Learner, assert_same, ours, run, seeded
 from stress import all_reports
 from torch import nn
 
 from lightning_roundpipe.devices import Event
+from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.estimates.crossing import tensor_bytes
 from lightning_roundpipe.memory.in_flight import InFlight
@@ -128,6 +129,72 @@ def test_what_user_code_holds_is_planned(name, devices):
     shares = peaks_over_plan(model(name), batch(name, 64), devices, num_microbatches=4, plan=plan)
     assert max(shares) <= 1.0
     assert devices > 1 or shares[0] >= (0.9 if name == "unet" else 1 - WITHIN)
+
+
+class Between(Learner, lr=0.01):
+    """Its code between layers saves more than its layers do.
+
+    tanh: of each layer's output. mixing: a softmax that no layer takes, and what it gives. mask: made once, held until
+    the end. loss: `LOSS` bytes.
+    """
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        with seeded(5):
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+            self.head = nn.Linear(WIDTH, 64)
+
+    def training_step(self, batch, batch_idx):
+        x, mask = batch, None
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.kind == "tanh":
+                x = x.tanh()
+            if self.kind == "mixing" and i in (1, 3):
+                x = torch.tanh(torch.softmax(x @ x.t(), 1) @ x)
+            if self.kind == "mask":
+                mask = torch.sigmoid(x @ x.t()) if mask is None else mask
+                x = torch.tanh(mask @ x)
+        logits = self.head(x)
+        if self.kind == "loss":
+            logits = logits.repeat(1, 30).exp()
+            return logits.log().logsumexp(1).mean()
+        return logits.square().mean()
+
+
+LOSS = 2 * 16 * 64 * 30 * 4
+"""Bytes of a microbatch's loss: two tensors of 16 samples."""
+
+
+def mixed_batch():
+    return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("cut", [harness.per_call, harness.halves])
+@pytest.mark.parametrize("kind", ["tanh", "mixing", "mask", "loss"])
+def test_what_code_between_layers_saves_is_planned(kind, cut, devices):
+    shares = peaks_over_plan(
+        Between(kind), mixed_batch(), devices, num_microbatches=4, plan=cut(7, 4), layers=["Linear"], steps=3
+    )
+    assert max(shares) <= 1.0
+    assert devices > 1 or shares[0] >= 1 - WITHIN
+    costs = Costs.from_dict(last_report()["costs"])
+    assert max(call.behind_bytes for call in costs) >= (LOSS if kind == "loss" else 0)
+    assert (max(call.handing_bytes for call in costs) > 0) is (kind in ("tanh", "mixing", "mask"))
+
+
+def test_code_between_layers_gets_room():
+    """In the plan that is found, and it is named where there is none."""
+    options, batches = {"num_microbatches": 4, "layers": ["Linear"]}, [mixed_batch()] * 3
+    free = run(ours(**options), Between("loss"), batches, devices=2)
+    planned = free.report["planned_device_bytes"]
+    assert planned > LOSS
+    tight = run(ours(**options, emulation={"memory": int(planned / 0.9) + 1}), Between("loss"), batches, devices=2)
+    assert_same(free, tight)
+    with pytest.raises(DoesNotFit, match=r"of activations \([\d,]+ by the code behind it\)"):
+        run(ours(**options, memory_budget=LOSS), Between("loss"), batches, devices=2)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

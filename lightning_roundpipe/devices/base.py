@@ -16,7 +16,7 @@ Both kinds keep three rules, and rely on them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -263,6 +263,17 @@ class Device(ABC):
     def saved_for_backward(self) -> AbstractContextManager[None]:
         """Count what autograd saves inside until its graph is freed; `DeviceOutOfMemory` inside if it does not fit."""
         return NOTHING
+
+    def saved_between_layers(self, present: Callable[[], Device | None]) -> AbstractContextManager[None]:
+        """Count what autograd saves inside on the device that ``present`` returns then; None: on the host, uncounted.
+
+        To be entered around all code between layers: hooks of that code lie inside and take precedence.
+        """
+        return NOTHING
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the device's resident bytes include the tensor's storage."""
+        return tensor.device == self.torch_device
 
     @abstractmethod
     def peak_bytes(self) -> int:

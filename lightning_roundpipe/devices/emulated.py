@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -22,7 +22,13 @@ from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import NOTHING, POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_streams import Delays, InlineStream, Link, ThreadStream
 from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
-from lightning_roundpipe.devices.saved import counting_paused_in_transforms, saved_for_backward
+from lightning_roundpipe.devices.saved import (
+    Pack,
+    counting_paused_in_transforms,
+    packing,
+    saved_between_layers,
+    saved_for_backward,
+)
 from lightning_roundpipe.devices.waiter import AbortSwitch
 from lightning_roundpipe.heap import share_heap
 
@@ -46,7 +52,8 @@ class EmulatedDevice(Device):
         limit, bandwidth = emulation.memory, emulation.bandwidth
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
-        self._saved_for_backward = saved_for_backward(self._ledger, self._arenas)
+        self.pack = packing(self._ledger, self._arenas)
+        self._saved_for_backward = saved_for_backward(self.pack)
         self._core = core_semaphore.semaphore(core_semaphore.concurrent_devices())
         self._thread_delays = self._delays("threads")
         rate = None if bandwidth is None else float(bandwidth)
@@ -112,6 +119,16 @@ class EmulatedDevice(Device):
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return self._saved_for_backward  # stateless, so calls may share it and nest
+
+    def saved_between_layers(self, present: Callable[[], Device | None]) -> AbstractContextManager[None]:
+        def pack() -> Pack | None:
+            device = present()
+            return device.pack if isinstance(device, EmulatedDevice) else None
+
+        return saved_between_layers(pack)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self._ledger.holds(tensor.untyped_storage()._cdata)
 
     def peak_bytes(self) -> int:
         return self._ledger.peak()

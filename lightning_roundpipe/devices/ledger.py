@@ -104,6 +104,12 @@ class Ledger:
         with self._lock:
             return self._settle()
 
+    def holds(self, key: int) -> bool:
+        """Return whether the storage ``key`` is counted now."""
+        with self._lock:
+            self._settle()
+            return key in self._entries
+
     def by_purpose(self) -> dict[str, int]:
         """Return the bytes counted now, by the oldest purpose of each storage."""
         with self._lock:

@@ -58,8 +58,11 @@ def _unpack(saved: _Saved | _Uncounted) -> Tensor:
     return tensor
 
 
-def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context in which ``ledger`` counts what autograd saves. Inner hooks (checkpointing) take precedence.
+Pack = Callable[[Tensor], _Saved | _Uncounted]
+
+
+def packing(ledger: Ledger, arenas: Container[int]) -> Pack:
+    """Return the hook with which ``ledger`` counts a saved tensor.
 
     Args:
         ledger: the device's.
@@ -72,6 +75,25 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
             return _Uncounted(tensor.detach(), tensor._version)
         ledger.add(key, storage.nbytes(), PURPOSE)
         return _Saved(tensor, key, ledger.note)
+
+    return pack
+
+
+def saved_for_backward(pack: Pack) -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a context in which ``pack`` counts what autograd saves. Inner hooks (checkpointing) take precedence."""
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def saved_between_layers(present: Callable[[], Pack | None]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Return such a context around user code, which computes on one device after the other.
+
+    ``present`` returns the hook of the one where it computes now; None: on the host.
+    """
+
+    def pack(tensor: Tensor) -> _Saved | _Uncounted:
+        with torch._C.DisableTorchFunction():  # a Function saves tensors under the modes of user code
+            hook = present()
+            return _Uncounted(tensor.detach(), tensor._version) if hook is None else hook(tensor)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 

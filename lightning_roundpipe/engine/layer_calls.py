@@ -89,6 +89,7 @@ class LayerCalls:
             sections.memory.called(traced, tensors, outcome.result, unchanged)
         sections.enter()
         result = self.deliver(call, outcome, tensors)
+        sections.measure()  # when the call's inputs are gone
         if call.output_kinds and call.environment.thread_state.grad:
             self.tape.append(call)
         elif call.slot is not None:
@@ -359,6 +360,7 @@ class Tape:
             if meter is not None and call.traced is not None:
                 peak = storage_bytes(values) + meter.read()
                 call.traced.activation_bytes = max(call.traced.activation_bytes, peak)
+                call.traced.handing_bytes = peak
 
     @contextlib.contextmanager
     def _user_code(self, home: Device, where: str) -> Iterator[None]:
@@ -369,7 +371,7 @@ class Tape:
         with self.spec.thread_state.entered(), sections.noted():
             sections.enter()
             try:
-                with self.weights.mode, torch.autograd.set_multithreading_enabled(False):
+                with sections.saved, self.weights.mode, torch.autograd.set_multithreading_enabled(False):
                     yield
             finally:
                 sections.exit()

@@ -201,7 +201,7 @@ class ManualMicrobatch(Microbatch):
     def _run(self, function: Callable[[], Any]) -> None:
         """Run ``training_step``."""
         mode = self.weights.mode
-        with working(self), self.spec.thread_state.entered(), mode.watching_optimizers(), mode:
+        with working(self), self.spec.thread_state.entered(), self.sections.saved, mode.watching_optimizers(), mode:
             self.result.output = self.sections.run(function)
 
     def _end(self) -> None:

@@ -6,8 +6,7 @@ Its microbatches run one after another, so that whatever else a worker holds was
     the user code behind it ── its peak, and what it has made and still holds ── [2]
     the call's backward ── its peak, from the gradients of its outputs on ── what is held beside it ── [3]
 
-Emulated devices count the tensors that cross calls and those that autograd saves, a GPU all that is allocated: there
-user code's own tensors count, too.
+Emulated devices count the tensors that cross calls and those that autograd saves, a GPU all that is allocated.
 """
 
 from __future__ import annotations
@@ -38,6 +37,8 @@ class MeasuredMemory:
         """Bytes that user code has made on workers and holds."""
         self._section: tuple[PeakMemoryMeter, int, int] | None = None
         """Of the present section of user code: its meter, what is resident, and what of it are outputs of calls."""
+        self._kept: list[torch.UntypedStorage] = []
+        """What a fused stage's graphs keep during that section, so that none of it makes room for others."""
         self._warm: set[Device] = set()
         self._last: TracedCall | None = None
         """The last call."""
@@ -64,11 +65,14 @@ class MeasuredMemory:
         self._last = traced
         traced.forward_bytes = traced.kept_bytes
         as_returned = _strided(tensor for i, tensor in enumerate(inputs) if i in unchanged)
-        traced.crossed = self._crossing.see(_strided(inputs), _strided(outputs), self._made, as_returned)
+        mine = _strided(inputs)
+        made = [tensor for tensor in mine if any(device.holds(tensor) for device in self._pool.devices)]
+        traced.crossed = self._crossing.see(mine, _strided(outputs), self._made, made, as_returned)
 
     def enter(self, device: Device | None) -> None:
         """Begin a section of user code [2]."""
         self._section = self.meter(device), self._resident(), self._crossing.held_bytes()
+        self._kept = self._crossing.alive()
 
     def exit(self) -> None:
         """End it, if there is one."""
@@ -77,8 +81,10 @@ class MeasuredMemory:
             return
         (meter, resident, outputs), self._section = self._section, None
         peak = meter.read()
+        self._kept = []
         if before is not None:
             held = outputs + self._made
+            before.behind_bytes = peak
             before.activation_bytes = max(before.activation_bytes, before.kept_bytes + peak)
             before.forward_bytes = max(before.forward_bytes, held + peak - before.crossed.held_bytes)
         dropped = outputs - self._crossing.held_bytes()

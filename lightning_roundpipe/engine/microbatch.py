@@ -144,7 +144,7 @@ class Microbatch(CallingThread):
 
     def _run(self, function: Callable[[], Any]) -> None:
         """Run ``training_step`` and the backward of its loss."""
-        with working(self), self.spec.thread_state.entered(), self.weights.mode:
+        with working(self), self.spec.thread_state.entered(), self.sections.saved, self.weights.mode:
             self._train(function)
         with working(self):
             self.tape.walk()

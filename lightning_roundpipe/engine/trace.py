@@ -16,7 +16,7 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import CallCost
 
 _NOTHING = Crossed()
-_MOST = ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes")
+_MOST = ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes", "behind_bytes", "handing_bytes")
 
 
 @dataclass
@@ -31,6 +31,8 @@ class TracedCall:
         forward_bytes: the same, and of user code behind it, when the graph has been dropped.
         returning_bytes: size of the gradients of its outputs.
         backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
+        behind_bytes: peak of the user code behind it.
+        handing_bytes: peak of the backward through user code in front of it.
         crossed: tensors that it shares with earlier calls.
         recomputable: inputs that a recomputation may make again; see `CallCost`.
         seen: what was seen of its products.
@@ -49,6 +51,8 @@ class TracedCall:
     forward_bytes: int = 0
     returning_bytes: int = 0
     backward_held_bytes: int = 0
+    behind_bytes: int = 0
+    handing_bytes: int = 0
     crossed: Crossed = _NOTHING
     recomputable: tuple[tuple[int, int, int], ...] = ()
     seen: Measuring | None = None
@@ -78,6 +82,8 @@ class TracedCall:
             forward_bytes=self.forward_bytes,
             returning_bytes=self.returning_bytes,
             backward_held_bytes=self.backward_held_bytes,
+            behind_bytes=self.behind_bytes,
+            handing_bytes=self.handing_bytes,
             reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
             unpacked_bytes=copies,
             unpack_s=unpacking_s,

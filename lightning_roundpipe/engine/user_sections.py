@@ -46,6 +46,7 @@ class UserSections:
         last: which code runs, as errors name it.
         number: number of the present section, or of the last one.
         begun: reached when the first section is over.
+        saved: context for all sections and their backward, in which what autograd saves counts on their devices.
         memory: measures memory, in the first window.
         surroundings: torch's modes where user code began.
     """
@@ -56,6 +57,7 @@ class UserSections:
         self.phase = "forward"
         self.last, self.number = "before the first layer", -1
         self.begun = Signal()
+        self.saved = self.context.pool.devices[0].saved_between_layers(lambda: turns.device)
         self.memory = MeasuredMemory(self.context.pool) if self.spec.measures else None
         self.surroundings: Surroundings | None = None
         self._draws = False
@@ -70,6 +72,7 @@ class UserSections:
         """Run ``function``, the user's step, from its first section on."""
         self.enter()
         self.surroundings = Surroundings()
+        self.measure()
         with self.noted():
             return function()
 
@@ -104,8 +107,11 @@ class UserSections:
         self._draws = context.randomness.begin(
             USER_CODE, device, self.seed_of(self.number if section is None else section)
         )
-        if self.memory is not None and self.phase == "forward":
-            self.memory.enter(device)
+
+    def measure(self) -> None:
+        """Measure the memory of this section from here on, if that is asked for."""
+        if self.memory is not None:
+            self.memory.enter(self.turns.device)
 
     def seed_of(self, section: int) -> Seed:
         """Return the seed of a section. Call number i of the forward ends section i."""

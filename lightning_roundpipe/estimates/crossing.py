@@ -23,6 +23,7 @@ class Crossed:
     input_bytes: int = 0
     waiting_bytes: int = 0
     held_bytes: int = 0
+    made_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
 
@@ -48,27 +49,33 @@ class Crossing:
         """The call that returned the storage."""
         self._of_user_code: list[tuple[int, weakref.WeakSet[torch.UntypedStorage]]] = []
         """What user code has made before each call: bytes that are not inputs of the call, and those that are."""
+        self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        """What user code has made, and calls have taken."""
         self._spans: weakref.WeakKeyDictionary[torch.UntypedStorage, _Span] = weakref.WeakKeyDictionary()
         self._begun: list[list[_Span]] = []
         """The spans that begin at each call."""
 
     def see(
-        self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0, unchanged: Iterable[Tensor] = ()
-    ) -> Crossed:
+        self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], made_bytes: int = 0, made: Iterable[Tensor] = (),
+        unchanged: Iterable[Tensor] = (),
+    ) -> Crossed:  # fmt: skip
         """Record the next call, after it returns and before user code continues.
 
         Args:
             inputs: its inputs.
             outputs: what it returned.
             made_bytes: bytes of workers that user code itself has made and holds.
+            made: the inputs that may be among these; outputs of earlier calls are not.
             unchanged: the inputs that are differentiable outputs of earlier calls, not changed since.
         """
         inputs = list(inputs)
         waiting = self.held_bytes() + made_bytes
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
-        made = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs if tensor.device.type != "cpu")
-        made -= set(self._outputs)
-        self._of_user_code.append((max(0, made_bytes - sum(storage.nbytes() for storage in made)), made))
+        own = weakref.WeakSet(tensor.untyped_storage() for tensor in made)
+        own -= set(self._outputs)
+        self._of_user_code.append((max(0, made_bytes - sum(storage.nbytes() for storage in own)), own))
+        self._made |= own
+        untaken = max(0, made_bytes - sum(storage.nbytes() for storage in self._made))
         held = sum(storage.nbytes() for storage in self._outputs if storage not in taken) + self._of_user_code[-1][0]
         shared, passed = Counter[int](), Counter[int]()
         for storage, size in taken.items():
@@ -81,7 +88,7 @@ class Crossing:
         for tensor in outputs:
             self._outputs.setdefault(tensor.untyped_storage(), self._calls)
         self._calls += 1
-        return Crossed(sum(taken.values()), waiting, held, tuple(shared.items()), tuple(passed.items()))
+        return Crossed(sum(taken.values()), waiting, held, untaken, tuple(shared.items()), tuple(passed.items()))
 
     def _span(self, taken: Mapping[torch.UntypedStorage, int], unchanged: set[int], inputs: Iterable[Tensor]) -> None:
         begun, others = list[_Span](), {t.untyped_storage() for t in inputs if id(t) not in unchanged}
@@ -96,6 +103,10 @@ class Crossing:
     def recomputable(self, call: int) -> tuple[tuple[int, int, int], ...]:
         """Return `CallCost.recomputable` of a call, when all calls have been recorded."""
         return tuple((call - s.returned, s.last - call, s.nbytes) for s in self._begun[call] if s.unchanged)
+
+    def alive(self) -> list[torch.UntypedStorage]:
+        """Return what the calls have taken and returned and is alive now."""
+        return [*self._taken, *self._outputs]
 
     def held_bytes(self) -> int:
         """Return the bytes of what the calls have returned and user code, or autograd for it, holds now."""

@@ -163,6 +163,7 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
         fewer = f"leave out '; unpack once {once}', " if once else ""
         raise ValueError(
             f"plan: it needs {need:,} bytes on each worker (weights and gradients of the largest stage, {copies}"
-            f"activations, and boundary tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it "
-            f"into more stages or smaller rounds, {fewer}or raise memory_budget.{libraries_note(options, devices)}"
+            f"activations, code between layers, and boundary tensors of microbatches that wait), but memory_budget "
+            f"allows {limit:,}. Cut it into more stages or smaller rounds, {fewer}or raise memory_budget."
+            f"{libraries_note(options, devices)}"
         )

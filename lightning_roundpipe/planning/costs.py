@@ -65,8 +65,12 @@ class CallCost:
             for this one.
         held_bytes: the part of ``waiting_bytes`` that is not among its inputs: user code or its autograd graph holds it
             while the forward runs.
+        made_bytes: the part of ``held_bytes`` that user code has made and no call has taken.
         returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
         backward_held_bytes: what these hold while its backward runs, and gradients that other calls have already got.
+        behind_bytes: the part of ``activation_bytes`` that the user code behind it may take.
+        handing_bytes: peak of the backward through user code in front of it, which runs on the worker where that code
+            has run, beside the stage that this one runs meanwhile.
         shared: inputs that are also inputs of an earlier call: (how many calls before, bytes) for each such call.
         passed: inputs that are outputs of an earlier call, likewise.
         recomputable: inputs that no call before takes, and that an earlier call's recomputation may give: (how many
@@ -97,8 +101,11 @@ class CallCost:
     forward_bytes: int | None = None
     waiting_bytes: int = 0
     held_bytes: int = 0
+    made_bytes: int = 0
     returning_bytes: int = 0
     backward_held_bytes: int = 0
+    behind_bytes: int = 0
+    handing_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
     recomputable: tuple[tuple[int, int, int], ...] = ()
@@ -185,7 +192,7 @@ class StageBytes:
         self._calls: list[bool] = []
         """Whether each call's graph is kept."""
         self._held_before = 0
-        """Bytes that user code holds of calls before a fused stage."""
+        """Bytes that user code holds of inputs and outputs of calls before the first graph that a fused stage keeps."""
         self._before: int | None = None
         """Bytes of the previous call's inputs, which follow in backward."""
         self._copied: dict[str, int] = {}
@@ -205,11 +212,11 @@ class StageBytes:
             if self._phase != "forward" and call.needs_backward:
                 self.gradients += call.gradient_bytes
                 self.resumed += call.gradient_bytes if call.reduced_bytes is None else 0
-            beside = self._own(call)
+            beside = self._own(call) + self._held(call)
             if keeps:
                 self._kept += max(0, call.graph_bytes - self._there(call))
                 beside -= call.graph_bytes
-            beside += self._kept + self._held(call)
+            beside += self._kept
             self.activations = max(self.activations, beside)
             self.crowded = max(self.crowded, beside + self._following(call))
             self._before = call.input_bytes
@@ -224,12 +231,13 @@ class StageBytes:
     def _held(self, call: CallCost) -> int:
         """Return the bytes that user code holds while the call runs, without those that count elsewhere.
 
-        The graphs of a fused stage keep the outputs of its own calls.
+        The graphs of a fused stage keep the inputs and outputs of its own calls, and user code what else it has made
+        between them.
         """
         if self._phase == "fused":
-            if not self._calls:
-                self._held_before = call.held_bytes
-            return self._held_before
+            if not self._kept:
+                self._held_before = call.held_bytes - call.made_bytes
+            return self._held_before + call.made_bytes
         return call.held_bytes if self._phase == "forward" else call.backward_held_bytes
 
     def _there(self, call: CallCost) -> int:

@@ -265,6 +265,14 @@ def waiting_at(costs: Costs) -> tuple[list[int], list[int]]:
     return [*(call.waiting_bytes for call in costs), 0], backward
 
 
+def handing_bytes(costs: Costs, workers: int) -> int:
+    """Return the most bytes of a backward through user code on a worker that runs any other stage meanwhile.
+
+    A single worker runs it in the turn of the stage behind that code, which counts it.
+    """
+    return max(call.handing_bytes for call in costs) if workers > 1 else 0
+
+
 def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
     """Return the bytes that a worker uploads for the start of a microbatch's turn in ``stage``."""
     if stage.phase != "backward":
@@ -283,6 +291,7 @@ class WorkerNeeds:
         own: positions of the stages that the worker runs.
         copies: bytes of the arena for the packed weights that stages unpack once.
         products: most bytes of the products of a carried call.
+        handing: bytes of user code's backward; see `handing_bytes`.
         beside: bytes beside the arena, without what is brought ahead.
     """
 
@@ -297,7 +306,8 @@ class WorkerNeeds:
         self.copies = max((copies_of(stage, costs) for stage in unpacking), default=0)
         self.products = max((costs.calls[call].product_bytes(plan.carry_least) for call in plan.carry), default=0)
         self._activations = max(self.needs[at].activations + self.waiting[at] for at in self.own)
-        self.beside = self.copies + self._activations + PRODUCTS * self.products
+        self.handing = handing_bytes(costs, workers)
+        self.beside = self.copies + self._activations + self.handing + PRODUCTS * self.products
 
     @cached_property
     def arena(self) -> tuple[int, int]:
@@ -354,6 +364,7 @@ class WorkerNeeds:
             Item("arena for unpacked weights", self.copies),
             Item(f"loss and activations of {self._costs.layers[-1]}", last),  # of the last call, and the loss behind it
             Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last),
+            Item("backward of code between layers", self.handing),
             Item(f"carried products of {plural(PRODUCTS, 'call')}", PRODUCTS * self.products),
             Item(f"boundary tensors of {wait}", waiting[position]),
             Item("boundary tensors that are brought ahead", self.planned(budget) - arena - self.beside),

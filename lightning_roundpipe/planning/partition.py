@@ -271,8 +271,9 @@ class TooSmall(ValueError):
         call = max(costs, key=lambda c: c.weight_bytes + c.gradient_bytes + c.activation_bytes)
         waiting = max(WorkerNeeds(smallest, costs, workers).waiting)
         held = f"; {plural(size - 1, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
+        code = f" ({call.behind_bytes:,} by the code behind it)" if call.behind_bytes else ""
         super().__init__(
             f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs {self.enough:,}. The "
             f"largest layer is {call.layer!r}: {call.weight_bytes:,} of weights, {call.gradient_bytes:,} of gradients, "
-            f"{call.activation_bytes:,} of activations{held}."
+            f"{call.activation_bytes:,} of activations{code}{held}."
         )

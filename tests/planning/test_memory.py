@@ -1,12 +1,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan
+from lightning_roundpipe.planning.batch import MemoryTable, sizes_of
 from lightning_roundpipe.planning.memory import Parameters, boundary_bytes, device_bytes, fits, host_items
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
 from lightning_roundpipe.planning.problem import Problem
@@ -73,8 +75,29 @@ CALLS = st.builds(
     held_bytes=st.integers(0, 10),
     returning_bytes=st.integers(0, 20),
     backward_held_bytes=st.integers(0, 10),
+    handing_bytes=st.integers(0, 20),
     shared=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=2).map(tuple),
 )
+
+
+def test_a_fused_stage_holds_what_code_between_its_layers_makes():
+    """And before the first graph that it keeps, the outputs of its calls that code holds."""
+    held = {"kept_bytes": 10, "held_bytes": 7, "made_bytes": 2}
+    calls = call("a", needs_backward=False), call("b", **held), call("c", **held | {"held_bytes": 19, "made_bytes": 4})
+    costs = Costs(calls)
+    sizes = [costs.stage_bytes(0, last, "fused").activations for last in range(3)]
+    assert sizes == [10, 10 + 7, 2 * 10 + (7 - 2) + 4]
+
+
+def test_a_backward_of_code_between_layers_runs_beside_another_workers_stage():
+    """With one worker it runs in the turn of its own stage."""
+    costs, plan = even(4), Plan.per_call(4, 3)
+    more = costs.map(lambda call: replace(call, handing_bytes=30))
+    assert device_bytes(plan, more, 1) == device_bytes(plan, costs, 1)
+    assert device_bytes(plan, more, 2) == device_bytes(plan, costs, 2) + 30
+    sizes = sizes_of(plan)
+    for budget, enough in ((device_bytes(plan, more, 2), True), (device_bytes(plan, more, 2) - 1, False)):
+        assert MemoryTable(more, 2, budget).fits(sizes[0], np.array([sizes[1]])) == [enough]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
