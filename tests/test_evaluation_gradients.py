@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import assert_plain
+from harness import assert_plain, loader, ours, trainer_of
+
+from lightning_roundpipe.config import RoundPipeError
 
 MLP = zoo.make_module("mlp").model
 LAYERS = ["Linear", "ResidualBlock"]
@@ -91,3 +93,34 @@ def test_gradients_in_validation(kind):
     module, batches = kind(), zoo.make_batches("mlp", 4)
     more = {"val_batches": zoo.make_batches("mlp", 2, seed=5), "val_check_interval": 2, **WITH_GRAPHS}
     assert_plain(module, batches, {"num_microbatches": 2, "layers": LAYERS}, **more)
+
+
+class Decaying(Validated):
+    """Writes to a weight behind the call that reads it, by a way that nothing tells of."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def validate(self, batch):
+        logits = self.model(batch["x"])
+        with torch.no_grad():
+            self.write(self.model.blocks[0])
+        return {"size": logits.square().mean()}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda layer: next(layer.parameters()).detach().mul_(0.9),
+        lambda layer: torch._foreach_mul_(list(layer.parameters()), 0.9),
+        lambda layer: torch.mul(next(layer.parameters()), 0.9, out=next(layer.parameters())),
+    ],
+    ids=["detach", "foreach", "out"],
+)
+def test_writes_that_nothing_tells_of_are_refused(write):
+    module = Decaying(write)
+    with pytest.raises(RoundPipeError, match="was written to within the step"):
+        trainer_of(ours(emulation={"bandwidth": 2e5}), devices=2).validate(
+            module, loader(zoo.make_batches("mlp", count=6)), verbose=False
+        )

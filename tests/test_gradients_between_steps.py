@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, assert_tensors_same, ours, run
+from harness import assert_plain, assert_same, assert_tensors_same, callback, ours, run
 from torch import nn
 
 HOOKS = (
@@ -169,3 +169,22 @@ def test_gradients_from_before_the_first_batch(hook, options, monkeypatch):
     found = train(ours(num_microbatches=2), other, 2, module=Early, **options)
     check_seen(plain, other)
     assert_same(expected, found)
+
+
+class ReadsLastGradients(zoo.PlainClassifier):
+    """Logs the norm of the last step's gradients in ``training_step``."""
+
+    def __init__(self):
+        super().__init__(zoo.MLP())
+
+    def training_step(self, batch, batch_idx):
+        found = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.log("norm", sum(found, torch.zeros(())))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_zero_grad"])
+def test_a_step_finds_the_last_gradients_where_hooks_find_those_of_each_batch(hook):
+    looks = callback(**{hook: lambda *_: None})
+    plain, _ = assert_plain(ReadsLastGradients(), batches(), callbacks=[looks])
+    assert any(logged["norm"] for _, logged in plain.logged)

@@ -189,11 +189,11 @@ class _Weights(WeightGuard):
         return self.in_place
 
     def check(self, layer: HostLayer) -> None:
-        """Let the call's upload read what user code has written."""
+        """Let the call's upload read what user code has written, and refuse writes that `touched` was not told of."""
         if self.writes:
             layer.bucket.refresh()
             layer.check.snapshot()
-        super().check(layer)
+        layer.check.assert_unmodified()
 
     def called(self, call: LayerCall) -> bool:
         return self.writes

@@ -47,7 +47,7 @@ class MainThread:
             return
         runner = Runner(scope, -1)
         self._pool.baton.acquire(runner, lambda: self._pool.wait(runner, scope))
-        self.holds = True
+        self.holds, self._dtype = True, torch.get_default_dtype()
         try:
             yield
         finally:

@@ -149,7 +149,7 @@ class _Blocks:
             found = min(suiting, key=lambda block: block.nbytes, default=None)
             if found is not None:
                 self._given.remove(found)
-            while found is None and free and self.held + sum(block.nbytes for block in free) > self._limit - nbytes:
+            while found is None and free and self.held + sum(b.nbytes for b in self._given) > self._limit - nbytes:
                 self._given.remove(free.pop(0))
             self.held += nbytes if found is None else found.nbytes
         return _Block(self._new(nbytes), self, kept=keep) if found is None else found

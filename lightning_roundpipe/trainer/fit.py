@@ -53,8 +53,8 @@ class Fit:
         if before is not None:
             engine.reports.weights_uploaded = before._engine.reports.weights_uploaded
         self._window: Window | None = None
-        self.stepping = Stepping(trainer, module, optimizers, engine, rank_zero_info)
         self.announcements = Announcements(trainer, module, engine, str(precision.precision), rank_zero_info)
+        self.stepping = Stepping(trainer, module, optimizers, engine, rank_zero_info)
         engine.planner.windows_left = functools.partial(windows_left, trainer)
         engine.planner.clips = functools.partial(clips_by_norm, trainer)
         engine.within_window = self.stepping.is_within_window

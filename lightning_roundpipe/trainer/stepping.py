@@ -296,8 +296,10 @@ class Stepping:
         trainer, module = self._trainer, self._module
         if self.asynchronous or not module.automatic_optimization or self._zeroed_elsewhere() is not None:
             return
-        plain = [one for one in self._optimizers if type(one).zero_grad is Optimizer.zero_grad]
-        if plain and not finds_last_gradients(trainer, module):
+        if self.sees_each_batch() or finds_last_gradients(trainer, module):
+            return
+        plain = [one for one in self._optimizers if getattr(one.zero_grad, "__func__", None) is Optimizer.zero_grad]
+        if plain:
             for group in (group for optimizer in plain for group in optimizer.param_groups):
                 for parameter in group["params"]:
                     parameter.grad = None
