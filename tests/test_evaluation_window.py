@@ -20,7 +20,7 @@ class Spread(torchmetrics.CatMetric):
 
 
 class Evaluated(Net):
-    """Sets attributes, logs in every way, and returns a dict of its own."""
+    """Sets attributes, writes to buffers, logs in every way, and returns a dict of its own."""
 
     fails_at = -1
 
@@ -29,10 +29,14 @@ class Evaluated(Net):
         self.metric = torchmetrics.MeanMetric()
         self.order, self.spread = torchmetrics.CatMetric(), Spread()
         self.index, self.seen = -1, 0
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("added", torch.zeros(()))
 
     def _evaluate(self, batch, batch_idx, dataloader_idx=0):
         self.index = batch_idx
         self.seen += 1
+        self.total += 1
+        self.added.add_(1)
         if batch_idx == self.fails_at:
             raise ZeroDivisionError
         loss = self.loss(batch)
@@ -58,6 +62,11 @@ class Evaluated(Net):
 
     def test_step(self, batch, batch_idx, dataloader_idx=0):
         return self._evaluate(batch, batch_idx, dataloader_idx)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.calls.append(("so far", self.total + 100 * self.added))
+
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self):
         self.calls.append(("order", self.order.compute()))
@@ -102,7 +111,7 @@ def evaluate(devices, kind, loaders, make=Evaluated, error=None, overlap=True, *
         if error is not None:
             with pytest.raises(error):
                 getattr(trainer, kind)(module, loaders(), **given)
-            return module.calls, memory.lines
+            return module.calls, memory.lines, kept(module.state_dict()), module.seen, module.index
         returned = [kept(getattr(trainer, kind)(module, loaders(), **given)) for _ in range(2)]
     left = kept(module.state_dict()), kept(trainer.callback_metrics), module.seen, module.index
     return module.calls, memory.lines, returned, module.moved, left

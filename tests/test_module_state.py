@@ -131,16 +131,22 @@ class AveragingBlock(Block):
 
 
 class Left(Net):
-    """Hooks read what ``training_step`` of their batch has left: numbers, text, tensors."""
+    """Hooks read what ``training_step`` of their batch has left: numbers, text, tensors that the next one writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(())
 
     def step(self, x, index):
+        self.seen.add_(1)
+        self.seen = self.seen.clone()
         self.index, self.text, self.rows = index, f"batch {index}", x[:, 0]
         self.blocks[0].last_index = index
         return super().step(x, index)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         assert (self.index, self.text, self.blocks[0].last_index) == (batch_idx, f"batch {batch_idx}", batch_idx)
-        self.calls.append(("left", float(outputs["loss"]), self.index, kept(self.rows)))
+        self.calls.append(("left", float(outputs["loss"]), self.index, kept(self.rows), kept(self.seen)))
         self.log("left", float(self.index))
 
 

@@ -204,8 +204,7 @@ class Evaluations:
         self._context.pool.rest(scope, flight.tasks, given_up=given_up)
         if scope.failed:
             self._context.gradients.drop()  # downloads into them may have been aborted
-        flight.shared.enter_hooks()
-        flight.shared.hooks.exit()
+        flight.shared.leave_to_hooks()
         self._around.close()
         self._learn(flight)
         self._see(flight, math.inf)

@@ -130,7 +130,7 @@ class UserCodeMode(TorchFunctionMode):
                     return self._watched(args[0], result)
                 forget_version(args[0])
             return result
-        written = _written_by(name, args, kwargs) if self._train else None
+        written = _written_by(name, args, kwargs)
         if written is not None:
             written = written if written._base is None else written._base
             if about_to_write_in_place(written):

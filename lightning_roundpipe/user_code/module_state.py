@@ -189,14 +189,22 @@ class SharedAttributes:
         """Places of views in their order."""
         self.present: AttributeView | None = None
         self.hooks = AttributeView(self)
-        self._buffers: dict[int, tuple[nn.Module, str]] | None = None
+        self._copied: dict[Place, _Held] = {}
+        """Tensors that views have written in place, of which hooks find copies."""
+        self._tensors: dict[int, tuple[nn.Module, str]] | None = None
         """Found when user code writes for the first time: few windows need the walk through all modules."""
 
-    def buffers(self) -> dict[int, tuple[nn.Module, str]]:
-        """Return modules and names of the model's buffers, by their ids, at the beginning of the window."""
-        if self._buffers is None:
-            self._buffers = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
-        return self._buffers
+    def tensors(self) -> dict[int, tuple[nn.Module, str]]:
+        """Return modules and names, by id, of the buffers at the beginning of the window and what views have set."""
+        if self._tensors is None:
+            self._tensors = {id(b): (m, name) for m in self._root.modules() for name, b in m._buffers.items()}
+        return self._tensors
+
+    def keep(self, place: Place, writer: AttributeView) -> None:
+        """Keep the values of the tensor at ``place`` for the views that have set it, as ``writer`` writes to it."""
+        for view, held in self._latest.get(place, {}).items():
+            if view is not writer and isinstance(held.value, Tensor) and held.values is None:
+                self._latest[place][view] = view.values[place] = held.copied()
 
     def note(self, place: Place, view: AttributeView, held: _Held) -> None:
         """Note what a view has set."""
@@ -234,10 +242,25 @@ class SharedAttributes:
         self.present = to
 
     def enter_hooks(self, view: AttributeView | None = None) -> None:
-        """Let hooks, on this thread, find what they saw last, and what ``view`` has left, while others run."""
-        self.hooks.values.update(view.values if view is not None else {})
+        """Let hooks, on this thread, find what they saw last, and what ``view`` has left, while others run.
+
+        Of a tensor that ``view`` has written in place they find a copy: the others go on writing to the tensor.
+        """
+        for place, held in view.values.items() if view is not None else ():
+            self._copied.pop(place, None)
+            if held.values is not None:
+                self._copied[place], held = held, held._replace(value=held.values, values=None)
+            self.hooks.values[place] = held
         self.present = None
         self.hooks.enter()
+
+    def leave_to_hooks(self) -> None:
+        """Let modules hold what hooks find. No view runs any more."""
+        self.enter_hooks()
+        self.hooks.exit()
+        for place, held in self._copied.items():
+            if self.hooks.values[place].value is held.values:
+                held.put(place[1], in_place=True)
 
     def rewind(self) -> None:
         """Let modules hold what they held at the beginning. No view runs any more."""
@@ -284,14 +307,17 @@ class AttributeView:
         _thread.view = self
 
     def holder_of(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
-        """Return the module and the name under which ``tensor`` is a buffer; None if it is none."""
-        return self.state.buffers().get(id(tensor))
+        """Return the module and the name by which ``tensor`` is a buffer, or what a view has set; None if neither."""
+        held = self.state.tensors().get(id(tensor))
+        return held if held is not None and _read(*held).value is tensor else None
 
     def about_to_write(self, holder: Holder, name: str, *, in_place: bool = False) -> None:
         """Note that the running section writes to an attribute, or in place to the tensor that it holds."""
         self.state.touched(holder)
-        self.state.buffers()
+        self.state.tensors()
         place = id(holder), name
+        if in_place:
+            self.state.keep(place, self)
         if place not in self._section:
             held = _read(holder, name)
             self._section[place] = held.copied() if in_place else held
@@ -304,6 +330,8 @@ class AttributeView:
             held = _read(before.holder, place[1])
             in_place = isinstance(held.value, Tensor) and held.value is before.value
             in_place = in_place and not isinstance(held.value, nn.Parameter)  # an optimizer writes to those
+            if not in_place and isinstance(held.value, Tensor) and isinstance(held.holder, nn.Module):
+                state.tensors()[id(held.value)] = held.holder, place[1]
             self.values[place] = held = held.copied() if in_place else held
             self._found.setdefault(place, before.seen(place[1]))
             state.start.setdefault(place, before)
