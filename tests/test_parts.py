@@ -1,6 +1,4 @@
-"""A large layer's gradients travel, are summed and stepped in parts: the same numbers, sooner."""
-
-import time
+"""A large layer whose gradients came narrowed is stepped in parts: the same numbers, in less memory."""
 
 import harness
 import pytest
@@ -9,12 +7,12 @@ import torch.nn.functional as F
 from harness import Learner, assert_identical, ours, run
 from torch import nn
 
-from lightning_roundpipe.memory import grad_buffers
+from lightning_roundpipe.memory.grad_buffers import GradientPool
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.updates import bucket_stepper
 
-PART = 256
-"""Bytes: 64 numbers in fp32."""
+PART = 128
+"""Bytes: 32 numbers in fp32."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +22,14 @@ def one_thread():
 
 @pytest.fixture
 def stepped(monkeypatch):
-    """Everything is large, and takes its time. The lengths of all parts that were stepped."""
-    monkeypatch.setattr(grad_buffers, "STREAMED", 1)
-    monkeypatch.setattr(grad_buffers, "PART", PART)
+    """Everything is large, and the lengths of all parts that were stepped."""
+    monkeypatch.setattr(bucket_stepper, "WIDENED_BYTES", PART)
     monkeypatch.setattr(bucket_stepper, "PIECE", 0)  # what is large is alone
     lengths = []
     real = PartialOptimizer.step_part
 
     def step_part(self, values, key, gradient, start, end):
         lengths.append(end - start)
-        time.sleep(2e-3)  # so that the next step comes while these small parts are still being stepped
         real(self, values, key, gradient, start, end)
 
     monkeypatch.setattr(PartialOptimizer, "step_part", step_part)
@@ -60,8 +56,9 @@ class Tied(Learner, optimizer=torch.optim.AdamW, lr=0.05, eps=0.001, weight_deca
 
 def tied(module=None, trainer=None, **options):
     batches = list(torch.randint(30, (6, 8, 5), generator=torch.Generator().manual_seed(1)))
-    settings = {"num_microbatches": 4, "layers": ["Embedding", "Linear"], "plan": harness.per_call(3, 2)} | options
-    result = run(ours(**settings), module or Tied(), batches, devices=2, watch=True, **(trainer or {}))
+    settings = {"num_microbatches": 4, "layers": ["Embedding", "Linear"], "plan": harness.per_call(3, 4)} | options
+    strategy = ours(reduce_dtype="bfloat16", **settings)
+    result = run(strategy, module or Tied(), batches, devices=2, **(trainer or {}))
     result.grads = []  # of parts nobody is told
     return result
 
@@ -71,28 +68,39 @@ def tied(module=None, trainer=None, **options):
     [
         ({}, {}),
         ({"staleness": 1}, {}),
-        ({}, {"accumulate_grad_batches": 2}),
         ({}, {"precision": "bf16-true"}),
-        # Side by side: what lands is added part by part.
-        ({"plan": harness.single(3, 1), "reduce_dtype": "bfloat16"}, {}),
-        # In one round: what has come is widened part by part.
-        ({"plan": harness.per_call(3, 4), "reduce_dtype": "bfloat16"}, {}),
+        ({}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
         ({"emulation": {"poison": True, "delay_seed": 3, "bandwidth": "1MB"}}, {}),
     ],
     ids=lambda given: str(given),
 )
 def test_parts_change_no_bit(options, trainer, stepped, monkeypatch):
     parts = tied(trainer=trainer, **options)
-    steps = 6 // trainer.get("accumulate_grad_batches", 1)
-    assert stepped.count(30 * 9 % 64) == steps and stepped.count(64) == steps * (30 * 9 // 64 + 9 * 9 // 64)
+    steps = 5  # In the first window, more is added to what has come.
+    assert stepped.count(30 * 9 % 32) == steps and stepped.count(32) == steps * (30 * 9 // 32 + 9 * 9 // 32)
     monkeypatch.undo()
     torch.set_num_threads(1)
     assert_identical(tied(trainer=trainer, **{k: v for k, v in options.items() if k != "emulation"}), parts)
 
 
+def test_no_gradient_is_widened_whole(stepped, monkeypatch):
+    taken, real = [], GradientPool.take_wide
+
+    def take_wide(pool, nbytes):
+        taken.append(pool.keeps)  # not in the first window
+        return real(pool, nbytes)
+
+    monkeypatch.setattr(GradientPool, "take_wide", take_wide)
+    tied()
+    assert stepped and not any(taken)
+    monkeypatch.setattr(bucket_stepper, "WIDENED_BYTES", 2**26)
+    tied()
+    assert any(taken), "small layers are"
+
+
 def test_what_user_code_adds_to_is_taken_whole(stepped, monkeypatch):
     parts = tied(Tied(in_user_code=True))
-    assert stepped and set(stepped) <= {64, 9, 81 % 64}, "the layer that user code does not read has parts"
+    assert stepped and set(stepped) <= {32, 9, 81 % 32}, "the layer that user code does not read has parts"
     monkeypatch.undo()
     assert_identical(tied(Tied(in_user_code=True)), parts)
 

@@ -258,7 +258,7 @@ class Outlook(Trial):
             return None
         alone = self._period_with(network=replace(network, bytes_per_s=math.inf))
         wire = network.wire_bytes(sum(gradient_bytes(self.costs).values()))
-        cost = self.period_s - alone
+        cost = max(0.0, self.period_s - alone)  # a difference of equal periods is rounded
         return Communication(network, wire, wire / network.bytes_per_s, cost, cost <= _HIDDEN * self.period_s)
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -229,14 +228,6 @@ class FlatBuffer:
         else:
             self._working.refresh(self.views)
         self._round()
-
-    def refresh_part(self, index: int, start: int, end: int) -> None:
-        """Refresh the elements ``start`` to ``end`` of one contiguous master."""
-        if self.shares:
-            return
-        chain = [self.views, *(copy.views for copy in (self._working, self._rounded) if copy is not None)]
-        for source, target in pairwise(chain):
-            target[index].view(-1)[start:end].copy_(source[index].view(-1)[start:end])
 
     @property
     def _reads_masters(self) -> bool:

@@ -15,11 +15,6 @@ for each worker. The sum has the gradients' own dtype from the second arrival on
     worker: detach ── narrowed ── [4]
     download beside the first ── once what landed before has been added ── [5]
     added to the sum, on the worker's summing thread ── arrived; where it landed goes back to the pool ── [6]
-
-A large layer's gradients travel in parts, so that `async_optimizer` can use the first ones while the rest are on their
-way. Those that are added are added part by part, while the next part lands.
-
-    download, part by part ── each part's own event ── [7]
 """
 
 from __future__ import annotations
@@ -28,9 +23,8 @@ import heapq
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +39,6 @@ from lightning_roundpipe.planning.memory import layers_in_flight
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
-STREAMED = 2**27
-"""Bytes from which on gradients travel and are used in parts. Their download takes about five milliseconds."""
-PART = 2**26
-"""Bytes of a part: 64 MiB, two milliseconds of a link's time, sixteen million fp32 elements.
-
-A part costs the optimizer's thread some twenty calls of torch, before each of which it may wait for the interpreter.
-"""
 LEAST = 2**18
 """Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
 MULTIPLIED = 2**22
@@ -101,25 +88,6 @@ class GradientLayout:
         self.segments, self.nbytes = in_a_row(masters, dtypes)
         self.travelling, self.travel_nbytes = in_a_row(masters, narrow)
         self.narrowed = narrow != dtypes
-
-    @cached_property
-    def parts(self) -> list[list[_Piece]]:
-        """The pieces of gradients in each part of what travels."""
-        return [self._pieces(*span) for span in _spans(self.travel_nbytes)]
-
-    def _pieces(self, start: int, end: int) -> list[_Piece]:
-        pieces = []
-        for index, (lands, own) in enumerate(zip(self.travelling, self.segments, strict=True)):
-            first, last = max(start, lands.offset), min(end, lands.offset + lands.nbytes)
-            if first < last:
-                place = slice(*(own.offset + (at - lands.offset) * own.nbytes // lands.nbytes for at in (first, last)))
-                pieces.append(_Piece(index, slice(first, last), lands.dtype, place, own.dtype))
-        return pieces
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """For each part of what travels, the bytes of the sum up to its end."""
-        return list(accumulate((max((p.own.stop for p in part), default=0) for part in self.parts), max))
 
 
 class _Block:
@@ -308,33 +276,16 @@ class GradientPool:
             blocks.clear()
 
 
-def _spans(nbytes: int) -> list[tuple[int, int]]:
-    """Return the begins and ends of the parts in which ``nbytes`` travel [7]."""
-    length = PART if nbytes >= STREAMED else max(nbytes, 1)
-    return [(start, min(start + length, nbytes)) for start in range(0, nbytes, length)]
-
-
-class _Piece(NamedTuple):
-    """Elements of a gradient in a part of what travels: their bytes there, and the place of their sum."""
-
-    parameter: int
-    travels: slice
-    travels_as: torch.dtype
-    own: slice
-    dtype: torch.dtype
-
-
 class _Added(Event):
-    """Reached once a part of a download has been added to the sum, and the parts before it [6]."""
+    """Reached once a download has been added to the sum [6]."""
 
-    def __init__(self, thread: TaskThread, before: _Added | None = None) -> None:
-        self._thread, self._before = thread, before
+    def __init__(self, thread: TaskThread) -> None:
+        self._thread = thread
         self._over = threading.Event()
         self._error: BaseException | None = None
 
     def after(self, landed: Event, add: Callable[[], None], then: Sequence[Callable[[], None]] = ()) -> None:
         """Wait for ``landed``, add to the sum, do what is to be done ``then``, failed or not, and reach the event."""
-        before, self._before = self._before, None
         try:
             landed.wait()
             add()
@@ -342,12 +293,10 @@ class _Added(Event):
             self._error = error.with_traceback(None)  # whose frames refer to the sum, which refers to this
         for work in then:  # the next download may wait for the memory, and nothing looks at this one's error before
             work()
-        if before is not None and before._error is not None:
-            self._error = before._error
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """End the wait: the part does not come."""
+        """End the wait: the download does not come."""
         if not self._over.is_set():
             self._error = error
             self._over.set()
@@ -428,8 +377,8 @@ class HostGradSums:
         self.present = [False] * len(layout.segments)
         self.handed_out = False
         """Whether views of the block were handed to user code, which may keep them."""
-        self.parts: list[tuple[int, Event]] = []
-        """Of each part of the last download, its end in bytes of the sum, and the event after which it is there [7]."""
+        self.arrived: Event | None = None
+        """The end of the last download, or its addition: the sum may be read or overwritten afterwards."""
         self._pool, self._reduction = pool, reduction
         self._first: _Block | None = None
         """What has arrived first, if it is narrowed and makes up the sum alone: `take` can begin from it again."""
@@ -449,11 +398,6 @@ class HostGradSums:
     def _views(self) -> list[Tensor]:
         assert self._block is not None, "the sum has no memory"
         return self._block.views(self.layout.segments)
-
-    @property
-    def arrived(self) -> Event | None:
-        """The end of the last download, or its addition: the sum may be read or overwritten afterwards."""
-        return self.parts[-1][1] if self.parts else None
 
     def make_room(self, cancel_scope: CancelScope | None = None) -> bool:
         """Before a download: take a block for it [2].
@@ -497,88 +441,58 @@ class HostGradSums:
         """Enqueue the download of a worker's gradients that are ``present``, in place of the sum."""
         target = self._first or self._block
         assert target is not None, "the sum has no memory"
-        parts = []
-        for (start, end), there in zip(_spans(len(source)), self.layout.ends, strict=True):
-            stream.copy(target.flat[start:end], source[start:end])
-            parts.append((there, stream.record()))
-        self.parts, self.present = parts, list(present)
+        stream.copy(target.flat[: len(source)], source)
+        self.arrived, self.present = stream.record(), list(present)
 
     def land(
         self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool], begun: Callable[[], object],
         failed: Callable[[BaseException], object],
     ) -> None:  # fmt: skip
-        """Enqueue the download of what is to be added. Each part waits until what has landed before is added [5]."""
+        """Enqueue the download of what is to be added, once what has landed before is added [5]."""
         assert self._landing is not None and self._block is not None and self._reduction is not None
         (landing, first), sums, self._landing = self._landing, self._block.flat, None
-        summed, before, thread = self.present, [event for _, event in self.parts], self._reduction.thread(worker)
-        spans, added = _spans(len(source)), list[_Added]()
-        for _ in spans:
-            added.append(_Added(thread, added[-1] if added else None))
+        summed, before, thread = self.present, self.arrived, self._reduction.thread(worker)
         self.present = [a or b for a, b in zip(summed, present, strict=True)]
-        self.parts = list(zip(self.layout.ends, added, strict=True))
+        self.arrived = added = _Added(thread)
         try:
-            for part, (start, end) in enumerate(spans):
-                if before:
-                    before[part].wait()
-                stream.copy(landing.flat[start:end], source[start:end])
-                add = partial(self._add, landing, first, sums, part, present, summed)
-                done = [block for block in (landing, first) if block is not None] if part == len(spans) - 1 else []
-                give = [partial(self._pool.give, block, None) for block in done]
-                thread.submit(partial(added[part].after, stream.record(), add, give))
-                if not part:
-                    begun()
+            if before is not None:
+                before.wait()
+            stream.copy(landing.flat[: len(source)], source)
+            add = partial(self._add, landing, first, sums, present, summed)
+            give = [partial(self._pool.give, block, None) for block in (landing, first) if block is not None]
+            thread.submit(partial(added.after, stream.record(), add, give))
+            begun()
         except BaseException as error:
             failed(error)
-            told = without_frames(error, stream.name)  # these refer to the sum, which refers to its parts
-            for event in added:
-                event.fail(told)
+            added.fail(without_frames(error, stream.name))  # frames refer to the sum, which refers to the event
             raise
 
     def _add(
-        self, landing: _Block, first: _Block | None, sums: Tensor, part: int, present: Sequence[bool],
-        summed: Sequence[bool],
-    ) -> None:  # fmt: skip
-        """Add the gradients of a part that are ``present`` to those that are ``summed``, which may lie in ``first``."""
+        self, landing: _Block, first: _Block | None, sums: Tensor, present: Sequence[bool], summed: Sequence[bool]
+    ) -> None:
+        """Add the gradients that are ``present`` to those that are ``summed``, which may lie in ``first``."""
         assert self._reduction is not None
+        slices = zip(self.layout.travelling, self.layout.segments, present, summed, strict=True)
         with self._reduction.adding:
-            for parameter, travels, narrow, own, dtype in self.layout.parts[part]:
-                total, landed = sums[own].view(dtype), landing.flat[travels].view(narrow)
-                if first is not None and summed[parameter]:
-                    total.copy_(first.flat[travels].view(narrow))
-                if present[parameter] and summed[parameter]:
+            for travelling, own, comes, is_there in slices:
+                total, landed = own.view(sums), travelling.view(landing.flat)
+                if first is not None and is_there:
+                    total.copy_(travelling.view(first.flat))
+                if comes and is_there:
                     total.add_(landed)
-                elif present[parameter]:
+                elif comes:
                     total.copy_(landed)
 
     def wait(self) -> None:
         """Wait for the download. Any thread may."""
-        if (arrived := self.arrived) is not None:
-            self._wait_for(arrived)
-            self._there = arrived
-
-    def _wait_for(self, part: Event) -> None:
-        """Wait for a part of the download. Once all of it has arrived, an abort of the device no longer matters."""
-        arrived = self.arrived
-        if arrived is self._there:
+        if (arrived := self.arrived) is None or arrived is self._there:
             return
         try:
-            part.wait()
+            arrived.wait()
         except StreamAborted:
             if arrived is not self._there:  # another thread may have waited for it before the device was aborted
                 raise
-
-    def take_part(self, key: int, start: int, end: int, factor: float) -> Tensor:
-        """Like `take`, for elements ``start`` to ``end`` of the gradient of the master with id ``key``."""
-        index = self.layout.keys.index(key)
-        segment = self.layout.segments[index]
-        nbytes = segment.offset + end * segment.dtype.itemsize
-        self._wait_for(next((event for there, event in self.parts if there >= nbytes), self.parts[-1][1]))
-        if self._block is None:
-            assert self._first is not None, "the sum has no memory"
-            part = self._first.views(self.layout.travelling)[index].view(-1)[start:end].to(segment.dtype, copy=True)
-        else:
-            part = self._views[index].view(-1)[start:end]
-        return part if factor == 1.0 else part.mul_(factor)
+        self._there = arrived
 
     def take(self, factor: float) -> dict[int, Tensor]:
         """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the block.
@@ -609,8 +523,20 @@ class HostGradSums:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether nothing is there but what has arrived first, as it has come."""
-        return self._block is None
+        """Whether nothing is there but what has arrived first, narrowed."""
+        return self._first is not None and self._block is None
+
+    def take_part(self, key: int, start: int, end: int, factor: float) -> Tensor:
+        """Like `take`, for elements ``start`` to ``end`` of one gradient of a narrow sum, in memory of its own.
+
+        ``key``: the id of its master.
+        """
+        assert self._first is not None, "the sum is not narrow"
+        self.wait()
+        index = self.layout.keys.index(key)
+        narrow = self._first.views(self.layout.travelling)[index].view(-1)[start:end]
+        part = narrow.to(self.layout.segments[index].dtype, copy=True)
+        return part if factor == 1.0 else part.mul_(factor)
 
     @property
     def stays(self) -> bool:
@@ -622,10 +548,6 @@ class HostGradSums:
         if self._first is not None and self._block is not None:
             block, self._block = self._block, None
             self._pool.give(block, None)
-
-    def view_of(self, key: int) -> Tensor:
-        """Return the sum for the master with id ``key`` as it lies in the block now."""
-        return self._views[self.layout.keys.index(key)]
 
     def got(self) -> list[nn.Parameter]:
         """Return the masters that got a gradient."""

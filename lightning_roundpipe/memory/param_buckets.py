@@ -83,10 +83,3 @@ class ParamBucket(Versioned):
         """Return where the optimizer finds the numbers of ``master``."""
         held = self._held.get(id(master)) if id(master) in self._formats.hidden else None
         return master.data if held is None else held[0].memory(held[1])
-
-    def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
-        """Refresh the working copies of elements ``start`` to ``end`` of one contiguous master."""
-        if (held := self._held.get(id(master))) is not None:
-            held[0].refresh_part(held[1], start, end)
-        if id(master) in self._copies:
-            self._copies[id(master)].view(-1)[start:end].copy_(master.detach().view(-1)[start:end])

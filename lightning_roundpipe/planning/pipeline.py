@@ -205,12 +205,11 @@ class _Arriving(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """Gradients of a call: bytes as they travel, number of parts, seconds of the turn behind its backward."""
+    """Gradients of a call: bytes as they travel, and seconds of the turn behind its backward."""
 
     call: int
     layer: str
     nbytes: int
-    parts: int
     before_end_s: float
 
 
@@ -242,7 +241,7 @@ class _SimulatedStage:
         self.phase, self.position, self.first, self.trained = stage.phase, stage.position, stage.first, trained
         self.weights, self.gradients, self.resumed = need.weights, need.gradients, need.resumed
         self.arriving = _arriving(calls, stage)
-        self.leaving = _leaving(calls, stage, rules.updates)
+        self.leaving = _leaving(calls, stage)
         self.forward_s, self.backward_s = forward, backward
         self.issue_s = sum(call.issue_s for call in run) + host.turn_s
         self.issue_s += (len(trained) + (len(calls) if stage.phase != "backward" else 0)) * host.call_s
@@ -270,14 +269,13 @@ def _arriving(calls: Sequence[CallCost], stage: Stage) -> list[_Arriving]:
     return [*arriving.values()]
 
 
-def _leaving(calls: Sequence[CallCost], stage: Stage, updates: UpdateModel | None) -> list[_Leaving]:
+def _leaving(calls: Sequence[CallCost], stage: Stage) -> list[_Leaving]:
     """Return the gradients that leave a stage, in the order of its backward."""
     leaving, left = [], 0.0
     for number, call in enumerate(calls, stage.first):
         if stage.phase != "forward" and call.needs_backward:
             nbytes = call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
-            parts = updates.parts_of(nbytes) if updates is not None else 1
-            leaving.append(_Leaving(number, call.layer, nbytes, parts, left))
+            leaving.append(_Leaving(number, call.layer, nbytes, left))
             left += call.backward_s
     return leaving[::-1]
 
@@ -398,16 +396,14 @@ class _Pipeline:
         )
         self._last_backward = {call.layer: stage.position for stage in self._stages[0] for call in stage.trained}
         self._interpreter, self._adding = SharedSeconds(), SharedSeconds()
-        links = ((worker.up.rate, worker.down.rate) for worker in self._workers)
-        fastest = Links(*map(max, zip(*links, strict=True)))  # which worker a layer's weights go to is not known
-        self._updating = Updating(rules.updates, costs, fastest)
+        self._updating = Updating(rules.updates, costs)
         self._exchange = None if rules.network is None else Exchange(rules.network, costs, rules.updates)
         self._published: list[dict[str, float]] = []
         self._slot = 0
         self._left: dict[int, tuple[float, int]] = {}
         """By microbatch, when and where it left its last stage."""
-        self._added: dict[int, list[float]] = {}
-        """By call, when each part of its gradients of the microbatch before is added. [12]"""
+        self._added: dict[int, float] = {}
+        """By call, when its gradients of the microbatch before are added. [12]"""
         self._products: dict[tuple[int, int], float] = {}
         """When the products of a microbatch's call are on the host. [14]"""
         self.events: list[SimulatedEvent] | None = None
@@ -454,17 +450,15 @@ class _Pipeline:
         alike = not self._costs.unequal and not isinstance(self._rules.links, tuple)
         first = self._slot % len(workers)
         times = [left for left, _ in self._left.values()]
-        times += [time for added in self._added.values() for time in added]
+        times += self._added.values()
         for worker in [*workers[first:], *workers[:first]] if alike else workers:
             times += worker.times(begin)
-        times += [*self._interpreter.after(begin), *self._adding.after(begin)]
+        times += [*self._interpreter.after(begin), *self._adding.after(begin), self._updating.free]
         for published in self._published[-1 - self._rules.staleness :]:
             times += [published[layer] for layer in sorted(published)]  # not in the order of updates
         if self._exchange is not None:
             times += self._exchange.busy_until
         seconds = [] if alike else [float(first)]
-        if self._rules.updates is not None:
-            seconds.append(self._updating.free - begin)  # an update may begin before its layer's last gradients come
         return seconds + [max(0.0, time - begin) for time in times]
 
     def _run_slot(self, position: int, members: range, closed: float) -> float:
@@ -481,7 +475,7 @@ class _Pipeline:
             self._take_turn(microbatch, loaded, summed)
         last = worker.free
         if self._side_by_side:
-            added = (self._added[one.call][-1] for one in stage.leaving if one.call in self._added)
+            added = (self._added[one.call] for one in stage.leaving if one.call in self._added)
             worker.free = max(last, *added, 0.0)  # [12]
         arrived = self._unload(last, is_complete=members.stop == self._microbatches)
         worker.there, worker.beside = worker.beside, _Occupied(stage.weights, stage.gradients, worker.free, arrived)
@@ -532,13 +526,11 @@ class _Pipeline:
 
     def _add(self, gradients: _Leaving, ready: float) -> tuple[float, float]:
         """Return when gradients are on the host, and when it has added them to those of microbatches before. [12]"""
-        before, added = self._added.get(gradients.call, [0.0] * gradients.parts), []
-        nbytes, rate, landed = gradients.nbytes / gradients.parts, self._rules.sums_per_s, ready
-        for free in before:
-            landed = self._download(nbytes, max(ready, free))
-            added.append(landed if rate is None else self._adding.take(landed, nbytes / rate))
+        landed = self._download(gradients.nbytes, max(ready, self._added.get(gradients.call, 0.0)))
+        rate = self._rules.sums_per_s
+        added = landed if rate is None else self._adding.take(landed, gradients.nbytes / rate)
         self._added[gradients.call] = added
-        return landed, added[-1]
+        return landed, added
 
     def _take_turn(self, microbatch: int, loaded: float, summed: float) -> None:
         """Run a microbatch through a slot, whose weights and place for sums are there at ``loaded`` and ``summed``."""

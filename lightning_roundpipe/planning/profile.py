@@ -16,7 +16,7 @@ from lightning_roundpipe.messages import did_you_mean
 from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
-from lightning_roundpipe.planning.updates import PIECE_BYTES, UpdateModel
+from lightning_roundpipe.planning.updates import UpdateModel
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "fp8"]
 """Lightning's flags, and ``fp8``: ``bf16-true`` with the linear layers of ``torchao.float8``."""
@@ -155,7 +155,7 @@ class Hardware:
             at_once, blocking: see `UpdateModel`.
             network: to other machines; None: there is one machine.
         """
-        updates = UpdateModel(self.optimizer_rate(update_bytes), at_once, blocking, PIECE_BYTES)
+        updates = UpdateModel(self.optimizer_rate(update_bytes), at_once, blocking)
         host = HostTime(self.call_s, self.turn_s, self.hop_s, ahead=True)
         return Rules(
             staleness=staleness, host=host, links=self.links(), updates=updates, network=network,

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_roundpipe.config import OPTIMIZER_STATES
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.links import Links
-
-PIECE_BYTES = 2**26
-"""Bytes of gradients that the engine updates while the next ones arrive (`memory.grad_buffers.PART`)."""
 
 
 def adamw_bytes(
@@ -40,31 +35,23 @@ class UpdateModel:
         bytes_per_s: bytes of gradients that it updates per second.
         at_once: whether it needs all gradients first, as clipping by norm and loss scaling do.
         blocking: whether it begins after the whole backward, and the next step begins after it.
-        piece_bytes: bytes of a piece of a larger layer, which is updated while the next piece arrives; infinite: a
-            layer is updated when all of its gradients are there.
 
     Raises:
-        ValueError: a number is not more than 0.
+        ValueError: the rate is not more than 0.
     """
 
     bytes_per_s: float
     at_once: bool = False
     blocking: bool = False
-    piece_bytes: float = math.inf
 
     def __post_init__(self) -> None:
-        for name, what in (("bytes_per_s", "bytes of gradients a second"), ("piece_bytes", "bytes of gradients")):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0 {what}.")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s={self.bytes_per_s!r} must be more than 0 bytes of gradients a second.")
 
     @property
     def together(self) -> bool:
         """Whether updates wait for all gradients."""
         return self.at_once or self.blocking
-
-    def parts_of(self, nbytes: int) -> int:
-        """Return in how many parts ``nbytes`` of gradients travel (`memory.grad_buffers.STREAMED`)."""
-        return 1 if nbytes < 2 * self.piece_bytes else math.ceil(nbytes / self.piece_bytes)
 
 
 class Updating:
@@ -74,17 +61,13 @@ class Updating:
         free: end of the last update.
     """
 
-    def __init__(self, updates: UpdateModel | None, costs: Costs, links: Links) -> None:
-        self._updates, self._links = updates, links
+    def __init__(self, updates: UpdateModel | None, costs: Costs) -> None:
+        self._updates = updates
         self.free = 0.0
         self._sizes: dict[str, int] = {}
-        self._travels: dict[str, int] = {}
-        self._weights = {call.layer: call.weight_bytes for call in costs}
         for call in costs:
             size = call.gradient_bytes if call.needs_backward else 0
             self._sizes[call.layer] = max(size, self._sizes.get(call.layer, 0))
-            travels = size if call.reduced_bytes is None else call.reduced_bytes
-            self._travels[call.layer] = max(travels, self._travels.get(call.layer, 0))
         self._turns = {layer: turn for turn, layer in enumerate(self._sizes)}
 
     def step(self, arrived: Mapping[str, float]) -> list[tuple[str, float, float]]:
@@ -96,12 +79,8 @@ class Updating:
         """
         if self._updates is None:
             return [(layer, ready, ready) for layer, ready in arrived.items()]
-        rate, piece = self._updates.bytes_per_s, self._updates.piece_bytes
-        if self._updates.together:
-            comes = dict.fromkeys(arrived, max(arrived.values(), default=0.0))
-        else:  # a layer is begun when its first piece is there
-            leads = {layer: max(0.0, self._travels[layer] - piece) / self._links.download for layer in arrived}
-            comes = {layer: at - leads[layer] for layer, at in arrived.items()}
+        last = max(arrived.values(), default=0.0)
+        comes = dict.fromkeys(arrived, last) if self._updates.together else arrived
         coming = sorted(comes, key=lambda layer: comes[layer], reverse=True)
         there: list[tuple[int, str]] = []
         rows = []
@@ -112,24 +91,13 @@ class Updating:
                 layer = coming.pop()
                 heapq.heappush(there, (self._turns[layer], layer))
             _, layer = heapq.heappop(there)
-            start, size = self.free, self._sizes[layer]
-            self.free = max(start + size / rate, arrived[layer] + min(size, piece) / rate)
+            start = self.free
+            self.free += self._sizes[layer] / self._updates.bytes_per_s
             rows.append((layer, start, self.free))
         return rows
 
     def published(self, rows: list[tuple[str, float, float]]) -> dict[str, float]:
-        """Return when the next step may begin to upload each layer, given the rows of `step`.
-
-        An upload may begin as soon as it reaches no part of the weights before its update.
-        """
-        if self._updates is None:
-            return {layer: end for layer, _, end in rows}
-        if self._updates.blocking:
+        """Return when the next step may begin to upload each layer, given the rows of `step`."""
+        if self._updates is not None and self._updates.blocking:
             return dict.fromkeys((layer for layer, *_ in rows), max((end for *_, end in rows), default=0.0))
-        rate, piece, found = self._updates.bytes_per_s, self._updates.piece_bytes, {}
-        for layer, start, end in rows:
-            found[layer] = end
-            if not self._updates.at_once and piece < self._sizes[layer]:
-                others_s = self._weights[layer] * (1 - piece / self._sizes[layer]) / self._links.upload
-                found[layer] = max(start + piece / rate, end - others_s)
-        return found
+        return {layer: end for layer, _, end in rows}

@@ -6,7 +6,7 @@
         must be known before any bucket is stepped; then step all or none, in forward order. Gradients that came
         narrowed are widened twice, instead of being kept wide meanwhile ── [2]
         step ── give the gradients' memory back ── publish the version ── [3]
-        a large bucket, without clipping by norm or loss scaling: part by part, each as soon as it has arrived ── [4]
+        a large bucket whose gradients came narrowed is stepped part by part, so that only a part is wide ── [4]
 
 With staleness 1 a step computes with working copies of the masters. An update is published once the next step has made
 its last upload of the bucket. That is long before that step's gradients of the bucket are ready; published only then,
@@ -31,7 +31,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.grad_buffers import GradientPool
 from lightning_roundpipe.memory.loss_scale import Scales
 from lightning_roundpipe.memory.param_buckets import ParamBucket
@@ -39,6 +38,7 @@ from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, 
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
+from lightning_roundpipe.planning.memory import WIDENED_BYTES
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.window_gradients import WindowGradients
@@ -97,8 +97,8 @@ class BucketStepper:
     ) -> None:  # fmt: skip
         self._buckets, self._pool, self._gradients = buckets, pool, gradients
         self._staleness, self._scales, self._exchange = staleness, scales, exchange
-        self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
         self._nbytes = {bucket: sum(master.nbytes for master in bucket.masters) for bucket in buckets}
+        self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
         self.applying = False
         self.applied: dict[int, float] = {}
 
@@ -299,46 +299,37 @@ class BucketStepper:
             self._finish(step, bucket)
 
     def _apply_parts(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
-        """Step a large bucket part by part, while later parts are downloaded [4].
+        """Step a large bucket part by part, if its gradients came narrowed: only a part of them is wide then [4].
 
-        Returns False if nothing was done, as the bucket has to be stepped as a whole: it is small, its window gave no
-        gradients, user code has added to them, the optimizer does not hold all, or its kernel takes no parts; or `show`
-        may need gradients that are narrow.
+        Returns False if nothing was done, as the bucket has to be stepped as a whole: `show` needs its gradients,
+        others are to be added to them, the optimizer does not hold all, or its kernel takes no parts.
         """
-        window, values, accumulated = step.window, step.hyperparameters, self._gradients.accumulated[bucket]
+        window, values = step.window, step.hyperparameters
         if (
             window is None
-            or self._nbytes[bucket] < grad_buffers.STREAMED
-            or (found := window.sums_by_master(bucket)) is None
+            or step.keeps
+            or self._nbytes[bucket] < 2 * WIDENED_BYTES
+            or self._gradients.accumulated[bucket].present()
+            or not (found := window.narrow_sums(bucket))
             or not step.outside.isdisjoint(found)
-            or (step.keeps and any(total.is_narrow for sums in found.values() for total in sums))
+            or not step.partial_optimizer.steps_parts(values, [*found])
         ):
             return False
-        keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
-        if not step.partial_optimizer.steps_parts(values, keys):
-            return False
         self.applying = True
-        masters = {id(master): master for master in bucket.masters}
-        for key in keys:
-            master = masters[key]
-            length = grad_buffers.PART // master.itemsize
+        for master in (master for master in bucket.masters if id(master) in found):
+            key, length = id(master), WIDENED_BYTES // master.itemsize
             for start in range(0, max(master.numel(), 1), length):  # of an empty one, the kernel counts the step
                 end = min(start + length, master.numel())
-                last = window.take_part(found[key], key, start, end) if key in found else None
-                gradient = accumulated.part_with_last(key, last, start, end)
+                gradient = window.take_part(found[key], key, start, end)
                 if step.clip is not None:
                     clamp([gradient], step.clip)
                 step.partial_optimizer.step_part(values, key, gradient, start, end)
-                if not self._staleness:
-                    bucket.refresh_part(master, start, end)
-        if step.keeps:
-            self._use(step, bucket, {key: found[key][0].view_of(key) for key in found} | accumulated.present())
-        self._finish(step, bucket, refreshes=False)
+        self._finish(step, bucket)
         return True
 
-    def _finish(self, step: OptimizerStep, bucket: ParamBucket, *, refreshes: bool = True) -> None:
+    def _finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
-        if refreshes and not self._staleness:
+        if not self._staleness:
             bucket.refresh(trained_only=True)
         self._gradients.accumulated[bucket].forget(step.outside)
         if step.window is not None:

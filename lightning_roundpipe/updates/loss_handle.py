@@ -145,24 +145,24 @@ class StepGradients:
             total.forget_taken()
         return True
 
-    def sums_by_master(self, bucket: ParamBucket) -> dict[int, list[HostGradSums]] | None:
-        """Return the host sums that make up each gradient of a ready bucket, by id of the master, for `take_part`.
+    def narrow_sums(self, bucket: ParamBucket) -> dict[int, list[HostGradSums]]:
+        """Return the sums that make up each gradient of a ready bucket, by id of the master, if all of them are narrow.
 
-        None if user code between layers has read a master of the bucket and added to its gradient; then use `take`.
+        Otherwise, and if user code between layers has added to a gradient, the result is empty; then use `take`.
         """
-        if self._proxies and self._user_code({id(master) for master in bucket.masters}):
-            return None
+        sums = self._of[bucket]
+        if not (self.scale and all(total.is_narrow for total in sums)) or (
+            self._proxies and self._user_code({id(master) for master in bucket.masters})
+        ):
+            return {}
         found: dict[int, list[HostGradSums]] = defaultdict(list)
-        for total in self._of[bucket]:
+        for total in sums:
             for master in total.got():
                 found[id(master)].append(total)
         return found
 
     def take_part(self, sums: Sequence[HostGradSums], key: int, start: int, end: int) -> Tensor:
-        """Return the numbers ``start`` to ``end`` of one master's gradient, scaled and added up in place.
-
-        Waits for their download only. Call it once per part.
-        """
+        """Return numbers ``start`` to ``end`` of a master's gradient, the total of narrow ``sums``, scaled."""
         assert self.scale is not None
         first, *others = (total.take_part(key, start, end, self.scale) for total in sums)
         for other in others:

@@ -51,17 +51,6 @@ class Accumulated:
         self.add({key: gradient for key, gradient in gradients.items() if key in kept})
         return gradients | self.present()
 
-    def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
-        """Return the sum for numbers ``start`` to ``end`` of one gradient, accumulated, in the last window, or both.
-
-        ``gradient``: these numbers of the last window's gradient; None if it has none.
-        """
-        if key not in self._present:
-            assert gradient is not None
-            return gradient
-        total = self._memory[key].view(-1)[start:end]
-        return total if gradient is None else total.add_(gradient)
-
     def present(self) -> dict[int, Tensor]:
         """Return the sums, by id of the master."""
         return {key: self._memory[key] for key in self._present}

@@ -1,4 +1,4 @@
-"""Gradients that travel in fewer bytes, piece by piece: narrowed on the worker, added up on the host."""
+"""Gradients that travel in fewer bytes: narrowed on the worker, added up on the host."""
 
 import threading
 import time
@@ -73,17 +73,8 @@ def _send_from(devices, begin, rounds):
     return taken
 
 
-@pytest.fixture(params=[None, 512], ids=lambda part: part and f"{part} bytes")
-def part(request, monkeypatch):
-    """The bytes of a part of what travels; None: all of it."""
-    if request.param is not None:
-        monkeypatch.setattr(grad_buffers, "STREAMED", request.param)
-        monkeypatch.setattr(grad_buffers, "PART", request.param)
-    return request.param
-
-
 @pytest.mark.parametrize("least", [7, grad_buffers.LEAST])
-def test_each_round_is_rounded_and_the_sum_is_not(device, reduction, monkeypatch, least, part):
+def test_each_round_is_rounded_and_the_sum_is_not(device, reduction, monkeypatch, least):
     """Weights of several sizes, formats and strides, of which none lies where it will travel but the first."""
     monkeypatch.setattr(grad_buffers, "LEAST", least)
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +88,7 @@ def test_each_round_is_rounded_and_the_sum_is_not(device, reduction, monkeypatch
         assert torch.equal(taken[id(master)], expected) and taken[id(master)].dtype is shape.dtype, index
 
 
-def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device, reduction, part):
+def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device, reduction):
     layer = _layer(device, torch.zeros(4), torch.zeros(4), torch.zeros(4))
     one = torch.ones(4)
     begin = _begins(layer, device, reduction)
@@ -109,8 +100,8 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device, reduction
 
 WAITS = [
     ("memory.grad_buffers:_Added.after", "landed.wait()"),
-    ("memory.grad_buffers:HostGradSums._wait_for", "part.wait()"),
-    ("memory.grad_buffers:HostGradSums.land", "before[part].wait()"),
+    ("memory.grad_buffers:HostGradSums.wait", "arrived.wait()"),
+    ("memory.grad_buffers:HostGradSums.land", "before.wait()"),
 ]
 
 
@@ -139,16 +130,14 @@ def _sum_of(rounds, reduction, times, adding_s):
     return taken.unique().tolist()
 
 
-@pytest.mark.parametrize("part", [None, 2**15], indirect=True)
 @pytest.mark.parametrize("adding_s", [0.0, 0.05])
-def test_a_sum_has_all_rounds_however_late_they_are(reduction, part, adding_s):
+def test_a_sum_has_all_rounds_however_late_they_are(reduction, adding_s):
     assert _sum_of((1.0, 2.0, 4.0), reduction, 1.0, adding_s) == [7.0]
 
 
-@pytest.mark.parametrize("part", [None, 2**15], indirect=True)
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: str(wait[1]))
 @longer_each_try
-def test_each_wait_is_needed(reduction, wait, part, times):
+def test_each_wait_is_needed(reduction, wait, times):
     """What is waited for is slow here, or the numbers may be right without a wait."""
     with pytest.MonkeyPatch.context() as patch:
         take_out(patch, *wait)
@@ -172,25 +161,16 @@ def test_products_are_rounded_before_they_are_added_whatever_the_order_of_elemen
 
 
 def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum():
-    """And so does its death, as nobody would wake them. An error in one part is one of those behind it, too."""
+    """And so does its death, as nobody would wake them."""
 
     class Fails:
         def wait(self):
             raise ValueError("lost on the way")
 
-    class Lands:
-        def wait(self):
-            pass
-
     thread = TaskThread("roundpipe-sums")
     added, never = grad_buffers._Added(thread), grad_buffers._Added(thread)
     failing = Fails()
-    landing = Lands()
-    later = grad_buffers._Added(thread, added)
     thread.submit(lambda: added.after(failing, lambda: None))
-    thread.submit(lambda: later.after(landing, lambda: None))
-    with pytest.raises(StreamError, match="lost on the way"):
-        later.wait()
     with pytest.raises(StreamError, match="lost on the way"):
         added.wait()
     assert added.done() and not never.done()

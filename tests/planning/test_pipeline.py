@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -109,11 +108,7 @@ def machines(draw, workers):
     host = HostTime(draw(times), draw(times), draw(times), draw(st.booleans()))
     link = st.builds(Links, rate, rate)
     links = draw(st.one_of(st.none(), link, st.tuples(*[link] * workers)))
-    updates = draw(
-        st.one_of(
-            st.none(), st.builds(UpdateModel, rate, st.booleans(), piece_bytes=st.sampled_from([math.inf, 1.0, 30.0]))
-        )
-    )
+    updates = draw(st.one_of(st.none(), st.builds(UpdateModel, rate, st.booleans())))
     network = draw(st.one_of(st.none(), st.builds(Network, st.integers(2, 3), rate, st.sampled_from([0.5, 1.0]))))
     sums_per_s = draw(st.one_of(st.none(), rate))
     return Rules(1 if stale else 0, host, links, updates, sums_per_s, network)
@@ -217,7 +212,7 @@ def test_an_update_holds_the_next_step_up():
 def test_of_the_layers_that_are_there_the_first_is_updated_first():
     """A slow update of the head keeps layers 2, 1 and 0 waiting, which arrive in this order."""
     costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(3)), call("head", gradients=20)))
-    updating = Updating(UpdateModel(1.0), costs, Links(1.0, 1.0))
+    updating = Updating(UpdateModel(1.0), costs)
     rows = updating.step({"head": 0.0, "layers.2": 5.0, "layers.1": 6.0, "layers.0": 7.0})
     assert rows == [("head", 0, 20), ("layers.0", 20, 22), ("layers.1", 22, 24), ("layers.2", 24, 26)]
     assert updating.published(rows)["layers.1"] == 24
@@ -261,8 +256,6 @@ def test_numbers_that_make_no_sense(name):
         Links(0.0, 1.0)
     with pytest.raises(ValueError, match="bytes_per_s=-1"):
         UpdateModel(-1.0)
-    with pytest.raises(ValueError, match="piece_bytes=0"):
-        UpdateModel(1.0, piece_bytes=0)
 
 
 @pytest.mark.parametrize(

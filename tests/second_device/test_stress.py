@@ -19,7 +19,6 @@ from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
 from lightning_roundpipe.engine.executor import Executor
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.arenas import address_of
-from lightning_roundpipe.updates import bucket_stepper
 from second_device.late import late
 from second_device.play import trainers_on_devices
 
@@ -65,15 +64,10 @@ def test_pageable_memory():
     check("cut", "newest first", pin_memory="off")
 
 
-@pytest.mark.parametrize("options", [{"reduce_dtype": "bfloat16"}, {}], ids=["narrowed", "in parts"])
-def test_gradients_that_are_narrowed_or_in_parts(options, monkeypatch):
-    """Narrowing makes and reads memory of the compute stream; parts of weights go up from the optimizer's thread."""
+def test_gradients_that_are_narrowed(monkeypatch):
+    """Narrowing makes and reads memory of the compute stream."""
     monkeypatch.setattr(grad_buffers, "LEAST", 4)
-    if not options:
-        monkeypatch.setattr(grad_buffers, "STREAMED", 1)
-        monkeypatch.setattr(grad_buffers, "PART", 64)
-        monkeypatch.setattr(bucket_stepper, "PIECE", 0)
-    check("cut", "newest first", **options)
+    check("cut", "newest first", reduce_dtype="bfloat16")
 
 
 def test_a_gradient_that_a_layer_hands_on_has_memory_of_its_own(monkeypatch):
