@@ -1,7 +1,8 @@
 """Runs `packing.c`, which the machine's C compiler compiles.
 
-Conversions take 25 to 40 % of the time of torch's operations. A step of Adam on packed moments is one pass over memory.
-It has the bits of torch's fused kernel wherever that kernel uses fused multiply-add, as on all x86 machines with AVX2.
+Conversions take 25 to 40 % of the time of torch's operations. A step of Adam on split weights or packed moments is one
+pass over memory. It has the bits of torch's fused kernel wherever that one uses fused multiply-add, as on all x86
+machines with AVX2, and whole vectors.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ Place = tuple[Tensor, int]
 """A contiguous tensor, and the index of the first element that is meant."""
 _SOURCE = Path(__file__).with_name("packing.c")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
-_FORMS = ("fp32", "halves", "bf16", "int8")
-"""`FORMS` of `packing.c`, in its order."""
+_FORMS = {"fp32": -1, "halves": 0, "bf16": 1, "int8": 2}
+"""The numbers of forms in `packing.c`."""
 
 
 class Kept(ctypes.Structure):
     """``struct kept`` of `packing.c`: numbers of which each is kept somehow. It does not hold the memory.
 
     Args:
-        form: one of `_FORMS`.
+        form: one of `_FORMS`. `load` and `store` take no ``"fp32"``.
         packed, beside: where the numbers are, as `packing.c` says.
         place: the place of the first number in the sequence of noise, of ``"bf16"``.
         values, nearest: the tables of ``"int8"``, which outlive this.
@@ -51,7 +52,7 @@ class Kept(ctypes.Structure):
         values: Tensor | None = None, nearest: Tensor | None = None,
     ) -> None:  # fmt: skip
         tables = (None if table is None else (table, 0) for table in (values, nearest))
-        super().__init__(_FORMS.index(form), place, *map(_address, (packed, beside, *tables)))
+        super().__init__(_FORMS[form], place, *map(_address, (packed, beside, *tables)))
 
 
 class _Factors(ctypes.Structure):
@@ -136,7 +137,7 @@ def _compiled() -> ctypes.CDLL | None:
             except OSError as error:
                 failures.append(f"{compiler} failed: {error}")
     warn(
-        "roundpipe: torch packs the weights and moments of the optimizer, which takes two to four times as long as "
+        "roundpipe: torch packs the weights and moments of the optimizer, which takes three to six times as long as "
         f"compiled code: {failures[-1]}. Install gcc, or set CC to a C compiler with OpenMP."
     )
     return None

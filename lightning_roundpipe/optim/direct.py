@@ -43,14 +43,9 @@ class KernelRow(NamedTuple):
     averages: tuple[Tensor | Moment, ...]
 
     @property
-    def packed_moments(self) -> bool:
-        """Whether some averages are packed."""
-        return not all(isinstance(average, Tensor) for average in self.averages)
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether its numbers have to be unpacked into fp32 for torch's kernel."""
-        return isinstance(self.parameter, SplitTensor) or self.packed_moments
+    def is_packed(self) -> bool:
+        """Whether numbers have to be unpacked into fp32 for torch's kernel."""
+        return isinstance(self.parameter, SplitTensor) or not all(isinstance(a, Tensor) for a in self.averages)
 
 
 def row_of(
@@ -92,7 +87,7 @@ def step(groups: tuple[Mapping[str, Any], ...], rows: Sequence[KernelRow | None]
     for row, gradient in zip(rows, gradients, strict=True):
         if row is None or not _fit(gradient, row.kind[1], row.shape):
             return False
-        if row.in_pieces:
+        if row.is_packed:
             in_pieces.append((row, gradient))
         else:
             kinds.setdefault(row.kind, []).append((gradient, row.parameter, row.steps, *row.averages))
@@ -117,8 +112,8 @@ def step_part(groups: tuple[Mapping[str, Any], ...], row: KernelRow, gradient: T
     """
     group, count = groups[row.kind[0]], row.steps + _ONE
     flat = gradient.view(-1)
-    if not (row.packed_moments and not group["amsgrad"] and _step_packed(group, row, flat, start, int(count))):
-        length = piece() if row.in_pieces else max(end - start, 1)
+    if not (row.is_packed and not group["amsgrad"] and _step_packed(group, row, flat, start, int(count))):
+        length = piece() if row.is_packed else max(end - start, 1)
         for first in range(start, end, length):
             last = min(first + length, end)
             _step_piece(group, row, flat[first - start : last - start], first, count)

@@ -11,10 +11,11 @@
 
 #define GRAIN 32768 /* numbers that are not worth a second thread, as in torch */
 #define BLOCK 256
-#define CHUNK 512 /* numbers of a step that are unpacked at a time: three times 2 KiB stay in the first cache */
 #define SMALLEST 0x00800000 /* the smallest normal fp32 number */
 
-/* Where numbers are kept, in form number `kind` of FORMS. */
+#define FP32 -1
+
+/* Where numbers are kept, in form number `kind` of FORMS, or as they are: FP32. */
 struct kept {
     int64_t kind, place;
     void *packed, *beside;
@@ -43,15 +44,6 @@ static inline uint32_t noise(uint32_t place) {
     uint32_t x = place * 40503 & 0xffff;
     x = (x ^ x >> 7) * 30023 & 0xffff;
     return x ^ x >> 8;
-}
-
-/* fp32, as they are. */
-static void load_fp32(const struct kept *kept, int64_t start, int64_t count, uint32_t *numbers) {
-    memcpy(numbers, (const uint32_t *)kept->packed + start, count * sizeof *numbers);
-}
-
-static void store_fp32(const struct kept *kept, int64_t start, int64_t count, uint32_t *numbers) {
-    memcpy((uint32_t *)kept->packed + start, numbers, count * sizeof *numbers);
 }
 
 /* `packed`: upper halves; `beside`: lower halves. */
@@ -123,7 +115,7 @@ static void store_int8(const struct kept *kept, int64_t start, int64_t count, ui
 typedef void conversion(const struct kept *, int64_t, int64_t, uint32_t *);
 static const struct {
     conversion *load, *store;
-} FORMS[] = {{load_fp32, store_fp32}, {load_halves, store_halves}, {load_bf16, store_bf16}, {load_int8, store_int8}};
+} FORMS[] = {{load_halves, store_halves}, {load_bf16, store_bf16}, {load_int8, store_int8}};
 
 /* The calling thread's share of `length` numbers, in whole blocks. */
 static int64_t share(int64_t length, int64_t *start) {
@@ -155,7 +147,7 @@ struct adam {
     float sign, decay, penalty, weight1, beta2, weight2, step_size, correction2, eps;
 };
 
-static void adam_chunk(const struct adam *by, int64_t count, const float *restrict gradient, float *restrict weight,
+static void adam_block(const struct adam *by, int64_t count, const float *restrict gradient, float *restrict weight,
                        float *restrict average, float *restrict square) {
     struct adam a = *by;
     int near = fabsf(a.weight1) < 0.5f;
@@ -171,19 +163,25 @@ static void adam_chunk(const struct adam *by, int64_t count, const float *restri
     }
 }
 
-/* A step of Adam. `kept`: weights, averages and averages of squares. */
+/* A step of Adam. `kept`: weights, averages and averages of squares. Blocks are unpacked one at a time: larger pieces
+   interrupt the processor's reading ahead. fp32 numbers are stepped where they are. */
 void adam(int threads, const struct adam *by, int64_t length, const float *gradient, const struct kept kept[3]) {
 #pragma omp parallel num_threads(threads) if (length > GRAIN)
     {
         int64_t start, count = share(length, &start);
-        uint32_t numbers[3][CHUNK] __attribute__((aligned(64)));
-        for (int64_t first = start; first < start + count; first += CHUNK) {
-            int64_t size = start + count - first < CHUNK ? start + count - first : CHUNK;
+        uint32_t unpacked[3][BLOCK] __attribute__((aligned(64)));
+        for (int64_t first = start; first < start + count; first += BLOCK) {
+            int64_t size = start + count - first < BLOCK ? start + count - first : BLOCK;
+            uint32_t *numbers[3];
+            for (int i = 0; i < 3; i++) {
+                numbers[i] = kept[i].kind == FP32 ? (uint32_t *)kept[i].packed + first : unpacked[i];
+                if (kept[i].kind != FP32)
+                    FORMS[kept[i].kind].load(&kept[i], first, size, numbers[i]);
+            }
+            adam_block(by, size, gradient + first, (float *)numbers[0], (float *)numbers[1], (float *)numbers[2]);
             for (int i = 0; i < 3; i++)
-                FORMS[kept[i].kind].load(&kept[i], first, size, numbers[i]);
-            adam_chunk(by, size, gradient + first, (float *)numbers[0], (float *)numbers[1], (float *)numbers[2]);
-            for (int i = 0; i < 3; i++)
-                FORMS[kept[i].kind].store(&kept[i], first, size, numbers[i]);
+                if (kept[i].kind != FP32)
+                    FORMS[kept[i].kind].store(&kept[i], first, size, numbers[i]);
         }
     }
 }
