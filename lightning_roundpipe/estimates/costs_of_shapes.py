@@ -122,6 +122,8 @@ class _Called:
     layer: nn.Module
     measured: _Measured
     boundary: int
+    handed: int
+    """Bytes of gradients that go on through user code in front of it."""
     crossed: Crossed
     after: Work = field(default_factory=Work)
 
@@ -171,7 +173,7 @@ class _Walk:
             backward_s=cost.backward_s + loss_backward_s, weight_bytes=weights, gradient_bytes=gradients,
             boundary_bytes=call.boundary, activation_bytes=max(cost.activation_bytes, with_loss, again),
             unpacked_bytes=sum(map(_aligned, copied)), recomputable=self._crossing.recomputable(number),
-            **asdict(call.crossed),
+            handing_bytes=call.handed if self.emulated else 0, **asdict(call.crossed),
         )  # fmt: skip
 
     def _call(self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -186,14 +188,16 @@ class _Walk:
         with self.meter.scope():  # outputs, which the call has counted already
             given = tree_map(_fresh, outputs)
         taken, returned = _tensors(leaves), _tensors(tree_flatten(given)[0])
-        crossed = self._crossing.see(taken, returned, unchanged=[t for t in taken if id(t) in self._outputs])
+        unchanged = [t for t in taken if id(t) in self._outputs]
+        crossed = self._crossing.see(taken, returned, unchanged=unchanged)
+        handed = sum(t.nbytes for t in taken if t.requires_grad and id(t) not in self._outputs)
         self._outputs.update((id(t), t) for t in returned if t.requires_grad)
         boundary = 0
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._saved:
                 self._saved.add(storage)
                 boundary += leaf.numel() * leaf.element_size()
-        self.calls.append(_Called(name, layer, found, boundary, crossed))
+        self.calls.append(_Called(name, layer, found, boundary, handed, crossed))
         self.meter.go_on_with(self.calls[-1].after)
         return given
 
