@@ -32,7 +32,7 @@ _FORMS = {"fp32": -1, "halves": 0, "bf16": 1, "int8": 2}
 
 
 class Kept(ctypes.Structure):
-    """``struct kept`` of `packing.c`: numbers of which each is kept somehow. It does not hold the memory.
+    """``struct kept`` of `packing.c`: an array of numbers in one of its forms. It does not own the memory.
 
     Args:
         form: one of `_FORMS`. `load` and `store` take no ``"fp32"``.

@@ -15,7 +15,7 @@
 
 #define FP32 -1
 
-/* Where numbers are kept, in form number `kind` of FORMS, or as they are: FP32. */
+/* An array of numbers in memory, in form number `kind` of FORMS, or in fp32: FP32. */
 struct kept {
     int64_t kind, place;
     void *packed, *beside;
@@ -164,7 +164,7 @@ static void adam_block(const struct adam *by, int64_t count, const float *restri
 }
 
 /* A step of Adam. `kept`: weights, averages and averages of squares. Blocks are unpacked one at a time: larger pieces
-   interrupt the processor's reading ahead. fp32 numbers are stepped where they are. */
+   defeat the hardware prefetcher. fp32 numbers are stepped in place. */
 void adam(int threads, const struct adam *by, int64_t length, const float *gradient, const struct kept kept[3]) {
 #pragma omp parallel num_threads(threads) if (length > GRAIN)
     {

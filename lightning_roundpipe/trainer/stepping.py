@@ -299,10 +299,9 @@ class Stepping:
         if self.sees_each_batch() or finds_last_gradients(trainer, module):
             return
         plain = [one for one in self._optimizers if getattr(one.zero_grad, "__func__", None) is Optimizer.zero_grad]
-        if plain:
-            for group in (group for optimizer in plain for group in optimizer.param_groups):
-                for parameter in group["params"]:
-                    parameter.grad = None
+        for group in (group for optimizer in plain for group in optimizer.param_groups):
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def is_within_window(self) -> bool:
         """Return whether a window has begun of which Lightning has not finished all batches."""
