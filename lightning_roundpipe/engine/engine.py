@@ -31,9 +31,9 @@ from lightning_roundpipe.engine.microbatch import Microbatch, MicrobatchResult
 from lightning_roundpipe.engine.planner import Planner, rates_of
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.process_state import any_changes
-from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
+from lightning_roundpipe.engine.randomness import Randomness
 from lightning_roundpipe.engine.report import Reports
-from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.engine.step import Step, training_spec
 from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.machines.peers import Peers
@@ -157,10 +157,11 @@ class Engine:
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
         plan, before = context.learned.plan, self._step_in_flight
-        step = Step(
-            context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan,
+        spec = training_spec(
+            context, seed, weights, self.updates, plan, overlaps=overlaps, shares_state=shares_state,
             measures=plan is None and context.options.overlap and not context.learned.in_order,
         )  # fmt: skip
+        step = Step(context, spec, before)
         self._set_up()
         keeps = step.spec.plan is not None or not context.options.overlap or context.learned.in_order
         context.gradients.pool.begin_window(keeps=keeps)
@@ -210,18 +211,11 @@ class Engine:
         step = ManualStep(context, seed, self.updates)
         self._set_up()
         context.gradients.pool.begin_window(keeps=True)
-        devices = CallerRandomState(context.pool.devices)
         try:
             with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
                 context.randomness.learning = True
                 context.attributes.begin()
-                try:
-                    step.run([function], in_order=True)
-                finally:
-                    host = CallerRandomState([])
-                    devices.restore()
-                    host.restore()
-                output = step.microbatches[0].result.output
+                output = step.run_batch(function)
                 self.model.buffers.settle()
                 self.model.buffers.take_history()
             self._end(step)

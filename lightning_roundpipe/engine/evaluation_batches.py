@@ -38,8 +38,8 @@ from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import CallingThread
+from lightning_roundpipe.engine.slots import StepSpec
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
-from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Signal
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
@@ -169,7 +169,7 @@ class _Weights(WeightGuard):
     def __init__(self, sections: UserSections, make_exclusive: Callable[[], None]) -> None:
         self._make_exclusive = make_exclusive
         self.writes = self.in_place = False
-        super().__init__(sections, (), _EvaluationUserCode(sections.context, self.touched, sections.run_unlocked))
+        super().__init__(sections, _EvaluationUserCode(sections.context, self.touched, sections.run_unlocked))
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
@@ -228,7 +228,7 @@ class Batch(CallingThread):
         sections = UserSections(turns, AttributeView(flight.shared), behind)
         sections.phase = "evaluation"
         weights = _Weights(sections, self.make_exclusive)
-        super().__init__(LayerCalls(sections, weights, []), before.sections.begun if before is not None else None)
+        super().__init__(LayerCalls(sections, weights), before.sections.begun if before is not None else None)
         self.exclusive = False
         self.around = contextvars.copy_context()
         self._seen: defaultdict[int, list[Any]] = defaultdict(list)

@@ -41,18 +41,16 @@ from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backwar
 class LayerCalls:
     """The calls that user code makes.
 
-    Args:
-        tape: gets the calls whose backward is still to come, in order.
-
     Attributes:
+        tape: the calls whose backward is still to come, in order.
         trace: the calls so far.
         uses: how often each layer has been called, by its number.
         shared: outputs that share memory.
     """
 
-    def __init__(self, sections: UserSections, weights: WeightGuard, tape: list[LayerCall]) -> None:
+    def __init__(self, sections: UserSections, weights: WeightGuard) -> None:
         self.context, self.spec, self.turns = sections.context, sections.spec, sections.turns
-        self.sections, self.weights, self.tape = sections, weights, tape
+        self.sections, self.weights, self.tape = sections, weights, weights.tape
         self.trace, self.shared = Trace(), SharedOutputs()
         self.uses: defaultdict[int, int] = defaultdict(int)
 

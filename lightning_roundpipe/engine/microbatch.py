@@ -26,9 +26,12 @@ from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.layer_calls import LayerCalls, Tape
 from lightning_roundpipe.engine.repeated_calls import call_again
+from lightning_roundpipe.engine.step_slots import Turns
 from lightning_roundpipe.engine.sync import Signal
+from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
+from lightning_roundpipe.user_code.module_state import AttributeView
 
 
 @dataclass
@@ -128,9 +131,13 @@ class Microbatch(CallingThread):
         tape: its calls whose backward is still to come.
     """
 
-    def __init__(self, calls: LayerCalls, after: Signal | None = None) -> None:
-        super().__init__(calls, after)
-        self.ready, self.tape = Signal(), Tape(calls)
+    def __init__(self, turns: Turns, after: Signal | None = None) -> None:
+        super().__init__(self._calls_of(turns), after)
+        self.ready, self.tape = Signal(), Tape(self.layer_calls)
+
+    def _calls_of(self, turns: Turns) -> LayerCalls:
+        sections = UserSections(turns, AttributeView(turns.context.shared) if turns.slots.spec.several else None)
+        return LayerCalls(sections, WeightGuard(sections))
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call [2, 5]. User code calls this by way of the intercepted layer."""

@@ -17,8 +17,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import Executor, LayerCall
-from lightning_roundpipe.engine.slots import Slot, SlotGradients
-from lightning_roundpipe.engine.step_spec import StepSpec
+from lightning_roundpipe.engine.slots import Slot, SlotGradients, StepSpec
 from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
