@@ -22,7 +22,7 @@ from lightning_roundpipe.engine.compiling import LayerCompiler, forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.evaluation_batches import Batch
-from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.executor import Executor, FirstWindow
 from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.main_thread import MainThread
@@ -545,6 +545,7 @@ def _context_of(
     carries = may_carry and not compiler.compiled
     rates = rates_of(devices[0]) if options.plan == "static" else None
     attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
+    first_window = FirstWindow(rates, casts=casts, carries=carries)
     shared = SharedAttributes(model.module)
     shared.touched = attributes.touched
     return Context(
@@ -552,10 +553,7 @@ def _context_of(
         model=model,
         pool=pool,
         main=MainThread(pool, randomness),
-        executors=[
-            Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts, carries=carries)
-            for worker in pool.workers
-        ],
+        executors=[Executor(worker, randomness, compiler, model.bucket_of, first_window) for worker in pool.workers],
         gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
         attributes=attributes,
         shared=shared,

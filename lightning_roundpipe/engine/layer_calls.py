@@ -28,7 +28,6 @@ from lightning_roundpipe.engine.executor import CallEnvironment, CallInputs, Exe
 from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import GivenUp
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.estimates.crossing import storage_bytes
@@ -141,13 +140,14 @@ class LayerCalls:
             plan = self.spec.plan if taped and slot.position is not None else None
             carries = plan.carry_least if plan is not None and call.index in plan.carry else None
             if carries is not None:
-                worker.wait_for_products()
+                worker.in_flight.wait_for_products()
             if taped and not keeps:
                 call.inputs.recomputed = recomputed = self._recomputed_inputs(call, slot)
                 call.inputs.saved = [
                     coming.get(i) or activations.save(t, device) for i, t in enumerate(tensors) if i not in recomputed
                 ]
-                worker.copying = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
+                ends = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
+                worker.in_flight.copying = ends
             inputs = [
                 bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
                 for i, tensor in enumerate(tensors)
@@ -260,12 +260,12 @@ class Tape:
         planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
         self._refuse_unplaced(call, slot.gradients.sums.get(call.index))
         parts = self._gradients_of(call, device)
-        saved = call.brought if call.graph is None else []
+        saved = call.inputs.brought if call.graph is None else []
         sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
         with turns.take(call, slot, "backward", [*saved, *sent]) as executor:
             worker, bring = executor.worker, activations.on
-            if saved and call.carried.block:
-                worker.wait_for_products()
+            if saved and call.inputs.carried.block:
+                worker.in_flight.wait_for_products()
             inputs = [bring(each, device) for each in saved]
             arriving = [
                 [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
@@ -307,8 +307,7 @@ class Tape:
                 return tensor
             sent = turns.activations.send(tensor, device, None)
             assert isinstance(sent, HostTensor) and sent.ready is not None
-            with GivenUp(pool.baton):
-                sent.ready.wait()
+            pool.baton.wait_for_event(sent.ready)
             return copy_alike(sent.tensor)
         moved, event = turns.activations.move(tensor, device, to)
         if event is not None:
@@ -323,7 +322,7 @@ class Tape:
         before = [*itertools.takewhile(lambda other: other.index in slot.call_indices, reversed(self.pending))]
         for other in (*reversed(before), call):
             if other.graph is None:
-                inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
+                inputs = [self.turns.activations.on(each, executor.device) for each in other.inputs.brought]
                 executor.recompute(other, slot, inputs)
 
     def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
@@ -339,7 +338,7 @@ class Tape:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
         calls = reversed(self.pending) if self.spec.recomputes_ahead else self.pending[-1:]
         mine = itertools.takewhile(lambda call: call.index in slot.call_indices and slot.phase == "backward", calls)
-        return [saved for call in mine for saved in call.brought]
+        return [saved for call in mine for saved in call.inputs.brought]
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         """Hand the gradients of a call's inputs to the calls in front, and through user code in between [4]."""

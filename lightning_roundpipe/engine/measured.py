@@ -51,7 +51,7 @@ class MeasuredMemory:
             with without_caller_modes():  # such as a checkpoint's, which counts what autograd saves
                 device.warm_up()
         for worker in self._pool.workers:
-            worker.wait_until_idle()
+            worker.in_flight.wait_until_idle()
             worker.device.activations_down.synchronize()
         return PeakMemoryMeter(device, ())
 

@@ -151,7 +151,7 @@ class Pool:
         if not scope.failed:
             try:
                 for worker in self.workers:
-                    worker.wait_until_idle()
+                    worker.in_flight.wait_until_idle()
             except BaseException as error:
                 scope.fail(error)
         if scope.failed and not (self._all_return(late) and self._reset(scope)):

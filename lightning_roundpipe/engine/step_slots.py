@@ -16,12 +16,11 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import Executor, LayerCall
+from lightning_roundpipe.engine.executor import Executor, LayerCall, noted_at
 from lightning_roundpipe.engine.slots import Slot, SlotGradients, StepSpec
 from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -239,16 +238,16 @@ class Turns:
             lent: whether that goes back when the call is over.
         """
         executor, worker = self.context.executors[slot.worker], self.context.pool.workers[slot.worker]
-        place = functools.partial(FaultPlace, call.layer.title, phase, call.microbatch, slot, worker.device)
+        place = noted_at(call, phase, slot, worker.device)
         if slot.position is not None:
             self.acquire(slot, saved, lent=lent)
-            with worker.device.activate(), noted(place):
+            with worker.device.activate(), place:
                 yield executor
             return
         memory = worker.spare if self.round else worker.planned
         worker.open(slot, memory, None if call.layer.index in self.outside else self.slot)
         try:
-            with worker.device.activate(), noted(place):
+            with worker.device.activate(), place:
                 yield executor
         finally:
             worker.close_slot(slot, memory)

@@ -36,7 +36,7 @@ WAITS = [
     ("engine.step:Step._wait_for_outputs", "self.context.pool.wait_for(microbatch.ready, self.spec.scope)"),
     ("engine.step:Step._wait_for_outputs", "event.wait()"),
     ("engine.uploads:SlotMemory._upload", "stream.wait(event)"),
-    ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
+    ("engine.uploads:SlotMemory.open_gradients", "stream.wait(event)"),
     ("engine.worker:GradientSender._send", "stream.wait(end)"),
     ("engine.worker:Worker._wait_for_gradients", "self.device.compute.wait(event)"),
     ("engine.worker:Worker.close_slot", "compute.wait(slot.weights.uploads[layer.index].end)"),
