@@ -132,8 +132,13 @@ class Activations:
                 arriving = upload(each, device, self._recorder, self._microbatch, lent=lent)
                 self._here[id(each)] = _Here(each, arriving, room, lent=lent)
 
-    def on(self, saved: HostTensor, device: Device, *, lent: bool = True) -> Arriving:
-        """Return a saved tensor on ``device``, for a call whose turn it is. It is there until `drop`."""
+    def on(self, saved: HostTensor | Tensor, device: Device, *, lent: bool = True) -> Arriving:
+        """Return a saved tensor on ``device``, for a call whose turn it is. It is there until `drop`.
+
+        One that is no `HostTensor` is there already.
+        """
+        if not isinstance(saved, HostTensor):
+            return Arriving(saved, None)
         here = self._here.get(id(saved))
         if here is None:
             arriving = upload(saved, device, self._recorder, self._microbatch, lent=lent)

@@ -60,6 +60,11 @@ class Kind(NamedTuple):
     shared: SharedAttributes
 
 
+def evaluation_spec(context: Context, version: int, scope: CancelScope) -> StepSpec:
+    """Return what is fixed for batches that compute with ``version`` of the weights."""
+    return StepSpec(version, context.thread_state(), scope, LossWeights(None, [1], [0]))
+
+
 class Flight:
     """Batches that are in flight together, from the first to the last.
 
@@ -74,9 +79,8 @@ class Flight:
     """
 
     def __init__(
-        self, context: Context, known: Kind | None, version: int, size: int,
-        in_place: Callable[[HostLayer, tuple[Any, ...], dict[str, Any]], Any],
-    ) -> None:  # fmt: skip
+        self, context: Context, known: Kind | None, version: int, size: int, in_place: Callable[..., Any]
+    ) -> None:
         self.context, self.known, self.in_place = context, known, in_place
         self.scope = CancelScope(lambda: context.pool.fail(self.scope))
         self.shared = known.shared if known is not None else SharedAttributes(context.model.module)
@@ -93,8 +97,7 @@ class Flight:
         """The numbers of the batches that the present slots are for."""
 
     def _layout(self, trace: Trace | None = None) -> StepSlots:
-        state, weights = self.context.thread_state(), LossWeights(None, [1], [0])
-        return StepSlots(self.context, StepSpec(self._version, state, self.scope, weights), trace)
+        return StepSlots(self.context, evaluation_spec(self.context, self._version, self.scope), trace)
 
     def start(self, function: Callable[[], Any]) -> Batch:
         """Start a batch. The caller holds the baton."""

@@ -97,6 +97,17 @@ class CallInputs:
     recomputed: Mapping[int, tuple[LayerCall, int]] = field(default_factory=dict)
     carried: Carried = NOTHING_CARRIED
 
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], attributes: dict[tuple[int, str], Any],
+        own: Callable[[nn.Parameter], Tensor], home_of: Callable[[Tensor], Device | None], *, grad: bool,
+    ) -> CallInputs:  # fmt: skip
+        """Take a call's arguments apart; see `Arguments`. ``home_of`` returns the device that a tensor is on."""
+        arguments = Arguments(args, kwargs, attributes, own)
+        needs = tuple([grad and t.requires_grad for t in arguments.tensors])
+        edges = [InputEdge(t, home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
+        return cls(arguments, needs, edges)
+
     @property
     def brought(self) -> list[HostTensor]:
         """What a recomputation needs on the worker."""
@@ -151,6 +162,10 @@ class LayerCall:
     def use(self) -> int:
         """How often the microbatch has called the layer before."""
         return self.environment.seed[-1]
+
+    def as_traced(self) -> TracedCall:
+        """Return the call as a trace has it."""
+        return TracedCall(self.layer, self.use, self.is_taped)
 
     @property
     def is_taped(self) -> bool:
@@ -337,7 +352,7 @@ class Executor:
                 -1 if id(t) in copied else o._version for t, o in zip(run.differentiable, outputs, strict=True)
             ]
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
-            if keep_graph:
+            if keep_graph and sink is not None:
                 call.graph = run.differentiable, sink
         worker.in_flight.keep(tensors, run.differentiable)
         if call.reconnect is not None:
@@ -350,10 +365,10 @@ class Executor:
     def _run(
         self, call: LayerCall, slot: Slot, tensors: list[Tensor], copy: LayerCopy, kind: str,
         carrying: Gathering | Returning | None = None, *, grad: bool,
-    ) -> tuple[Outcome, list[Tensor], Gradients]:  # fmt: skip
+    ) -> tuple[Outcome, list[Tensor], Gradients | None]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads.
 
-        Returns the outcome, the tensors that the layer got, and the node that collects their gradients.
+        Returns the outcome, the tensors that the layer got, and with ``grad`` the node that collects their gradients.
         """
         around, layer, replica = call.environment, call.layer, copy.replica
         replica.attributes.apply(around.state)
@@ -362,7 +377,7 @@ class Executor:
         if grad:
             aliases, sink = inlet(tensors, call.inputs.needs, layer.name, self.device)
         else:
-            aliases, sink = list(tensors), Gradients(0, layer.name, self.device)
+            aliases, sink = list(tensors), None
         built = call.inputs.arguments.build(aliases)
         if built.attributes:
             replica.attributes.hold(built.attributes)
@@ -532,6 +547,7 @@ class Executor:
             )
         if buffers:
             buffers.discard()
+        assert sink is not None
         return run.differentiable, sink
 
     @staticmethod

@@ -21,8 +21,6 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.alike import copy_alike
-from lightning_roundpipe.engine.activations import Arriving
-from lightning_roundpipe.engine.arguments import Arguments
 from lightning_roundpipe.engine.caller_modes import without_caller_modes
 from lightning_roundpipe.engine.executor import CallEnvironment, CallInputs, Executor, LayerCall, Outcome
 from lightning_roundpipe.engine.output_collectors import hand_over
@@ -34,7 +32,7 @@ from lightning_roundpipe.estimates.crossing import storage_bytes
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
-from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
+from lightning_roundpipe.user_code.graph_cut import Part, run_backward
 
 
 class LayerCalls:
@@ -101,18 +99,17 @@ class LayerCalls:
         seed = spec.seed_of(turns.microbatch, layer.index, use)
         if state is not None and state.with_tensors:
             attributes = {**state.with_tensors, **attributes}
-        arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
-        needs = tuple([thread_state.grad and t.requires_grad for t in arguments.tensors])
-        edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
+        own, grad = self.weights.mode.stand_in, thread_state.grad
+        inputs = CallInputs.of(args, kwargs, attributes, own, turns.home_of, grad=grad)
         trained = layer.weights.trainable()
         environment = CallEnvironment(seed, state, contents, thread_state, self.weights, trained)
-        return LayerCall(layer, -1, turns.microbatch, environment, CallInputs(arguments, needs, edges), turns.device)
+        return LayerCall(layer, -1, turns.microbatch, environment, inputs, turns.device)
 
     def _find(self, call: LayerCall) -> TracedCall:
         """Find a call in the plan's trace, and set its index."""
         layer, turns, planned = call.layer, self.turns, self.turns.slots.trace
         self.uses[layer.index] += 1
-        traced = TracedCall(layer, call.use, call.is_taped)
+        traced = call.as_traced()
         if self.sections.memory is not None:
             call.traced = traced
         found = planned.find(layer, turns.next, taped=traced.taped) if planned is not None else None
@@ -148,10 +145,7 @@ class LayerCalls:
                 ]
                 ends = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
                 worker.in_flight.copying = ends
-            inputs = [
-                bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
-                for i, tensor in enumerate(tensors)
-            ]
+            inputs = [bring(coming.get(i, tensor), device, lent=not keeps) for i, tensor in enumerate(tensors)]
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, keep_graph=keeps, carries=carries)
             if self.weights.called(call):
@@ -267,10 +261,7 @@ class Tape:
             if saved and call.inputs.carried.block:
                 worker.in_flight.wait_for_products()
             inputs = [bring(each, device) for each in saved]
-            arriving = [
-                [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
-                for of_output in parts
-            ]
+            arriving = [[bring(part, device) for part in of_output] for of_output in parts]
             del parts
             if planned and self.spec.recomputes_ahead:
                 self._recompute_ahead(call, executor, slot)
