@@ -18,7 +18,7 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.thread_owner import context_of_thread
-from lightning_roundpipe.engine.compiling import LayerCompiler, forwards_of
+from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.context import Context, Learned
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.evaluation_batches import Batch
@@ -41,6 +41,7 @@ from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.memory.host_model import HostModel
+from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
@@ -86,25 +87,16 @@ class Engine:
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
         formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        compiler, formats = forwards_of(options), formats or Formats()  # it refuses wrong options before threads start
-        with interrupts_allowed():  # copies all weights, and no thread has been started yet
-            found = layers_that_fit(module, options, devices, formats, fitting=fitting)
-            self.model = model = HostModel(
-                module, found.layers, devices[0], formats, double_buffered=bool(options.staleness)
-            )
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
         self.hints = Hints(inform)
-        self.hints.of_cuts(found)
         self.within_window: Callable[[], bool] = lambda: False
-        pool = Pool(
-            devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
-            elsewhere=peers.liveness.says if peers is not None else str,
-        )  # fmt: skip
-        self.context = _context_of(model, pool, compiler, options, peers)
-        self._interceptors = [Interceptor(layer) for layer in model.layers]
+        self.context, found = _context_of(module, devices, options, formats or Formats(), peers, fitting=fitting)
+        self.hints.of_cuts(found)
+        self.model = self.context.model
+        self._interceptors = [Interceptor(layer) for layer in self.model.layers]
         self._accumulators = Accumulators()
-        self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
+        self._metrics = HostMetrics(module if self.context.pool.accelerator is not None else nn.Module())
         self.planner = Planner(self.context, self.hints)
         self.reports = Reports(len(devices))
         self._step_in_flight: Step | None = None
@@ -393,14 +385,8 @@ class Engine:
         self._drain()
         before, self.updates = self.updates, None
         if optimizer is not None:
-            around = self.context.pool.devices[0].host_thread_settings
-            self.updates = AsyncOptimizer(
-                self.model.buckets, self.context.gradients.pool, optimizer, self.context.options.staleness,
-                self.model.formats.scales, around, exchange, self.context.options.optimizer_state,
-            )  # fmt: skip
-            if self.context.options.optimizer_device == "worker":
-                self.updates.optimizer.places = [WorkerPlace(device) for device in self.context.pool.devices]
-                self._reserve_for_updates()
+            self.updates = _async_optimizer_of(self.context, optimizer)
+            self._reserve_for_updates()
             self.planner.share_weights()
         if before is not None:
             before.retire()
@@ -533,10 +519,18 @@ class Engine:
 
 
 def _context_of(
-    model: HostModel, pool: Pool, compiler: LayerCompiler, options: Options, peers: Peers | None
-) -> Context:
-    """Return the parts that outlive a step."""
-    devices, reduction, exchange = pool.devices, Reduction(_dtype(options.reduce_dtype), pool.summing), None
+    module: nn.Module, devices: list[Device], options: Options, formats: Formats, peers: Peers | None, *, fitting: bool
+) -> tuple[Context, Refined]:
+    """Return the parts that outlive a step, and how layers were found."""
+    compiler = forwards_of(options)  # it refuses wrong options before threads start
+    with interrupts_allowed():  # copies all weights, and no thread has been started yet
+        found = layers_that_fit(module, options, devices, formats, fitting=fitting)
+        model = HostModel(module, found.layers, devices[0], formats, double_buffered=bool(options.staleness))
+    pool = Pool(
+        devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
+        elsewhere=peers.liveness.says if peers is not None else str,
+    )  # fmt: skip
+    reduction, exchange = Reduction(_dtype(options.reduce_dtype), pool.summing), None
     if peers is not None:
         dtype, shards = _dtype(options.network_dtype), options.shard_optimizer
         exchange = GradientExchange(peers, model.buckets, dtype, shards=shards)
@@ -548,7 +542,7 @@ def _context_of(
     first_window = FirstWindow(rates, casts=casts, carries=carries)
     shared = SharedAttributes(model.module)
     shared.touched = attributes.touched
-    return Context(
+    context = Context(
         options=options,
         model=model,
         pool=pool,
@@ -562,6 +556,18 @@ def _context_of(
         thread_locals=thread_locals_of(model.module),
         exchange=exchange,
     )
+    return context, found
+
+
+def _async_optimizer_of(context: Context, optimizer: Callable[[], Optimizer | None]) -> AsyncOptimizer:
+    options, model, devices = context.options, context.model, context.pool.devices
+    updates = AsyncOptimizer(
+        model.buckets, context.gradients.pool, optimizer, options.staleness, model.formats.scales,
+        devices[0].host_thread_settings, context.exchange, options.optimizer_state,
+    )  # fmt: skip
+    if options.optimizer_device == "worker":
+        updates.optimizer.places = [WorkerPlace(device) for device in devices]
+    return updates
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

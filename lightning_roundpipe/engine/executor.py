@@ -29,13 +29,12 @@ from lightning_roundpipe.engine.arguments import Arguments, Built, Substitution,
 from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
 from lightning_roundpipe.engine.layer_attributes import LayerWrites
-from lightning_roundpipe.engine.layer_copies import LayerCopy
 from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.trace import TracedCall
-from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.engine.worker import LayerCopy, Worker
 from lightning_roundpipe.estimates.crossing import storage_bytes
 from lightning_roundpipe.estimates.meter import Counter
 from lightning_roundpipe.faults.notes import FaultPlace, noted
