@@ -205,7 +205,7 @@ def test_the_host_keeps_the_inputs_that_the_plan_counts(name, n, ahead, monkeypa
 
     def count(tape):
         if not tape.spec.measures:
-            saved = {id(each): each for call in tape.pending for each in call.inputs.saved}
+            saved = {id(each): each for call in tape.tape for each in call.inputs.saved}
             kept.append(sum(tensor_bytes(each.tensor) for each in saved.values()))
         expect_gradients(tape)
 

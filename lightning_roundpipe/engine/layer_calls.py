@@ -188,32 +188,24 @@ class LayerCalls:
         return hand_over(outcome.result)
 
 
-class Tape:
-    """The calls whose backward is still to come.
-
-    Attributes:
-        pending: these, in order.
-    """
-
-    def __init__(self, calls: LayerCalls) -> None:
-        self.pending, self.context, self.spec = calls.tape, calls.context, calls.spec
-        self.turns, self.sections, self.weights = calls.turns, calls.sections, calls.weights
+class Tape(LayerCalls):
+    """The calls of a microbatch, with their backward."""
 
     def close(self) -> None:
         """Forget all calls. A gradient that reaches one of them later is an error."""
-        for call in self.pending:
+        for call in self.tape:
             call.gradients.close()
-        self.pending.clear()
+        self.tape.clear()
 
     def expect_gradients(self) -> None:
         """Let the calls take gradients: a backward begins."""
-        for call in self.pending:
+        for call in self.tape:
             call.gradients.expected = True
 
     def walk(self) -> None:
         """Run the backward of every call, deepest first."""
-        while self.pending:
-            call = self.pending.pop()
+        while self.tape:
+            call = self.tape.pop()
             if call.gradients:
                 self.backward(call)
             elif call.slot is not None:
@@ -310,7 +302,7 @@ class Tape:
 
         They run in the order of their forward, as one may give inputs of the next ones.
         """
-        before = [*itertools.takewhile(lambda other: other.index in slot.call_indices, reversed(self.pending))]
+        before = [*itertools.takewhile(lambda other: other.index in slot.call_indices, reversed(self.tape))]
         for other in (*reversed(before), call):
             if other.graph is None:
                 inputs = [self.turns.activations.on(each, executor.device) for each in other.inputs.brought]
@@ -321,13 +313,13 @@ class Tape:
         home = call.gradients.home or device
         parts, send = call.gradients.parts, self.turns.activations.send
         if self.sections.memory is not None:
-            self.sections.memory.before_backward(call, self.pending)
+            self.sections.memory.before_backward(call, self.tape)
         call.gradients.close()
         return [[send(p.tensor, p.home or home, device, p.ready) for p in of_output] for of_output in parts]
 
     def _following(self, slot: Slot) -> list[HostTensor]:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
-        calls = reversed(self.pending) if self.spec.recomputes_ahead else self.pending[-1:]
+        calls = reversed(self.tape) if self.spec.recomputes_ahead else self.tape[-1:]
         mine = itertools.takewhile(lambda call: call.index in slot.call_indices and slot.phase == "backward", calls)
         return [saved for call in mine for saved in call.inputs.brought]
 

@@ -33,7 +33,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.layer_calls import LayerCalls
+from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
@@ -175,9 +175,9 @@ class ManualMicrobatch(Microbatch):
     weights: _Weights
     sections: _Sections
 
-    def _calls_of(self, turns: Turns) -> LayerCalls:
+    def _calls_of(self, turns: Turns) -> Tape:
         sections = _Sections(turns)
-        return LayerCalls(sections, _Weights(sections, self.differentiate))
+        return Tape(sections, _Weights(sections, self.differentiate))
 
     def _run(self, function: Callable[[], Any]) -> None:
         """Run ``training_step``."""
@@ -212,7 +212,7 @@ class ManualMicrobatch(Microbatch):
                 seed, mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
                 pairs = zip(losses, gradients, strict=True)
                 seeds = [filled_like(loss, seed) if grad is None else grad * seed for loss, grad in pairs]
-            self.tape.expect_gradients()
+            self.layer_calls.expect_gradients()
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with sections.noted(), one_thread, torch._C._EnableTorchFunction():
                 mode.run_backward(losses, seeds)
@@ -230,12 +230,12 @@ class ManualMicrobatch(Microbatch):
         """
         left: list[LayerCall] = []
         slots: list[Slot] = []
-        while self.tape.pending:
-            call = self.tape.pending.pop()
+        while self.layer_calls.tape:
+            call = self.layer_calls.tape.pop()
             reached = bool(call.gradients)
             if reached:
                 self.weights.refuse_written(call)
-                self.tape.backward(call)
+                self.layer_calls.backward(call)
                 assert call.slot is not None
                 slots.append(call.slot)
                 call.slot = None
@@ -245,7 +245,7 @@ class ManualMicrobatch(Microbatch):
             else:
                 call.gradients.close()
                 self.weights.forget(call)
-        self.tape.pending += left[::-1]
+        self.layer_calls.tape += left[::-1]
         for slot in slots:
             self.context.pool.baton.wait(slot.gradients.sent.then)
 

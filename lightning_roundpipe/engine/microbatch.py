@@ -128,23 +128,24 @@ class Microbatch(CallingThread):
 
     Attributes:
         ready: reached when ``training_step`` has ended, and backward through user code, with the result.
-        tape: its calls whose backward is still to come.
     """
+
+    layer_calls: Tape
 
     def __init__(self, turns: Turns, after: Signal | None = None) -> None:
         super().__init__(self._calls_of(turns), after)
-        self.ready, self.tape = Signal(), Tape(self.layer_calls)
+        self.ready = Signal()
 
-    def _calls_of(self, turns: Turns) -> LayerCalls:
+    def _calls_of(self, turns: Turns) -> Tape:
         sections = UserSections(turns, AttributeView(turns.context.shared) if turns.slots.spec.several else None)
-        return LayerCalls(sections, WeightGuard(sections))
+        return Tape(sections, WeightGuard(sections))
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call [2, 5]. User code calls this by way of the intercepted layer."""
         with torch._C.DisableTorchFunction():
             self.layer_calls.check(layer)
             if self.sections.phase == "backward":
-                return call_again(self.layer_calls, self.tape, layer, args, kwargs)
+                return call_again(self.layer_calls, layer, args, kwargs)
             return self.layer_calls.call(layer, args, kwargs)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Microbatch(CallingThread):
         with working(self), self.spec.thread_state.entered(), self.sections.saved, self.weights.mode:
             self._train(function)
         with working(self):
-            self.tape.walk()
+            self.layer_calls.walk()
         self.weights.mode.proxies.end()
         if self.spec.shares_state or not self.spec.overlaps:  # else the main thread has its generators back
             self.context.randomness.check()
@@ -165,7 +166,7 @@ class Microbatch(CallingThread):
         self.spec.scope.fail(error)  # the main thread raises it
 
     def _end(self) -> None:
-        self.tape.close()
+        self.layer_calls.close()
         self.ready.set()
         super()._end()
 
@@ -219,6 +220,6 @@ class Microbatch(CallingThread):
         seed, mode.proxies.factor = seed_of(scale, formats.low or loss.dtype)
         with torch._C.DisableTorchFunction():
             seeded = filled_like(loss, seed)
-        self.tape.expect_gradients()
+        self.layer_calls.expect_gradients()
         with self.sections.noted(), torch.autograd.set_multithreading_enabled(False):  # user code in it may call layers
             torch.autograd.backward(loss, seeded, retain_graph=True)
