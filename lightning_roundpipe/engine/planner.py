@@ -14,7 +14,6 @@ from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.devices.host_memory import SHARE, free_bytes
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, Recorder
-from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
@@ -78,12 +77,12 @@ class Planner:
         clips: returns whether gradients will be clipped by norm.
     """
 
-    def __init__(self, context: Context, hints: Hints) -> None:
+    def __init__(self, context: Context) -> None:
         self._context, self._options = context, context.options
         self.windows_left: Callable[[], float] = lambda: 0.0
         self.clips: Callable[[], bool] = lambda: False
         self._trained = context.model.trainable()
-        self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
+        self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, context.hints
 
     def learn(self, step: Step, drain: Callable[[], None]) -> None:
         """Make a plan after a window without one, or find that microbatches have to follow one another.

@@ -137,7 +137,7 @@ class Step:
         """Return the slots of each round of ``size`` microbatches."""
         costs = self.context.learned.costs
         if costs is not None and costs.unequal:
-            self.context.align_slots(len(self.context.pool.workers))
+            self.context.pool.align_slots()
         starts = range(0, count, size)
         rounds = [
             self.slots.lay_out(plan.stages(), range(start, min(start + size, count)), number)

@@ -77,7 +77,7 @@ class StepSlots:
         for i in calls if stage.phase != "forward" else ():
             if traced[i].taped and (found := self.sums_of(traced[i].layer, traced[i].use)) is not None:
                 sums[i] = found
-        index = next(self._context.slots)
+        index = self._context.pool.next_slot()
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)],
             microbatches, self.spec, SlotGradients(sums, self._own_sums), number, position,
@@ -111,7 +111,7 @@ class StepSlots:
         """Return a slot for one call, which is not in turn."""
         numbered = self.trace is None and self.spec.readiness is not None
         slot = Slot(
-            next(self._context.slots) if numbered else -1, worker, phase, [call.index], [call.layer],
+            self._context.pool.next_slot() if numbered else -1, worker, phase, [call.index], [call.layer],
             [call.microbatch], self.spec, SlotGradients({} if sums is None else {call.index: sums}),
         )  # fmt: skip
         self._follow(slot)
