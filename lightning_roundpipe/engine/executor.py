@@ -329,7 +329,7 @@ class Executor:
                 worker.in_flight.carrying += [host.ready for host in carried.block if host.ready is not None]
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
-                call.traced.kept_bytes = meter.read()
+                call.traced.memory.kept_bytes = meter.read()
         if buffers:
             learning = self._randomness.learning or layer.seen.is_new_state(call.environment.state)
             buffers.write_back(before, learning, call.microbatch)
@@ -515,8 +515,8 @@ class Executor:
         present = [g for g in found if g is not None]
         device.track_until_freed(present, GRADIENTS)
         if meter is not None and call.traced is not None:
-            call.traced.activation_bytes = max(call.traced.activation_bytes, meter.read())
-            call.traced.returning_bytes = storage_bytes(values)
+            call.traced.memory.activation_bytes = max(call.traced.memory.activation_bytes, meter.read())
+            call.traced.memory.returning_bytes = storage_bytes(values)
         worker.in_flight.keep(values, present)
         return found
 

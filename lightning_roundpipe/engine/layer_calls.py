@@ -339,8 +339,8 @@ class Tape(LayerCalls):
             run_backward(roots, values, retain_graph=True)
             if meter is not None and call.traced is not None:
                 peak = storage_bytes(values) + meter.read()
-                call.traced.activation_bytes = max(call.traced.activation_bytes, peak)
-                call.traced.handing_bytes = peak
+                call.traced.memory.activation_bytes = max(call.traced.memory.activation_bytes, peak)
+                call.traced.memory.handing_bytes = peak
 
     @contextlib.contextmanager
     def _user_code(self, home: Device, where: str) -> Iterator[None]:
