@@ -7,7 +7,7 @@ import torch
 from harness import Learner, ours, run
 from torch import nn
 
-from lightning_roundpipe.engine.planner import Planner
+from lightning_roundpipe.engine import planner
 
 
 class Net(Learner):
@@ -37,8 +37,8 @@ class Net(Learner):
     ],
 )
 def test_rules_of_updates(monkeypatch, trainer, options, at_once, nbytes):
-    seen, rules = [], Planner._rules
-    monkeypatch.setattr(Planner, "_rules", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
+    seen, rules = [], planner.rules_of
+    monkeypatch.setattr(planner, "rules_of", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
     run(ours(num_microbatches=2, **options), Net(), torch.ones(4, 4), devices=2, steps=1, **trainer)
     [found] = seen
     assert (found.updates.at_once, found.updates.blocking) == (at_once, False)
@@ -46,7 +46,7 @@ def test_rules_of_updates(monkeypatch, trainer, options, at_once, nbytes):
 
 
 def test_updates_that_block(monkeypatch):
-    seen, rules = [], Planner._rules
-    monkeypatch.setattr(Planner, "_rules", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
+    seen, rules = [], planner.rules_of
+    monkeypatch.setattr(planner, "rules_of", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
     run(ours(num_microbatches=2), Net(), torch.ones(4, 4), devices=2, steps=1, blocking=True)
     assert [one.updates.blocking for one in seen] == [True]
