@@ -27,8 +27,8 @@ CARRYING = Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2; carry 0-
 CASES = {"cut": CUT, "empty": EMPTY, "carrying": CARRYING}
 
 WAITS = [
-    ("engine.activations:_downloaded", "stream.wait(ready)"),
-    ("engine.activations:upload", "stream.wait(saved.ready)"),
+    ("engine.activations:Activations._downloaded", "stream.wait(ready)"),
+    ("engine.activations:Activations._upload", "stream.wait(saved.ready)"),
     ("engine.carrying:download_parts", "stream.wait(home.compute.record())"),
     ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event)"),
     ("engine.step_slots:Turns.wait_for", "self.context.pool.baton.wait(functools.partial(what.when, version))"),
