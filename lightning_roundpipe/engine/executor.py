@@ -382,7 +382,8 @@ class Executor:
             replica.attributes.hold(built.attributes)
         before = [0 if t.is_inference() else t._version for t in aliases]
         own = [p._version for p in replica.parameters]
-        writes = LayerWrites(replica)  # compiled code has no modes inside
+        writes = LayerWrites(replica)
+        # Compiled code has no modes inside.
         borrowing = NOTHING if self._compiler.compiled else copy.borrowing(around.lender, self._masters)
         output = self._called(call, slot, replica, kind, built, writes, borrowing, carrying or NOTHING, grad=grad)
         copy.check(own, borrowing, around.trained if grad else None)
