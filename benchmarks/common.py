@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from paper_cases import Case, read_cases
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -103,11 +102,6 @@ class BatchEnds(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seconds.append(time.perf_counter())
         self.losses.append(float(outputs["loss"]))
-
-
-def paper_cases() -> dict[str, Case]:
-    """The paper's cases of its own schedule, by model."""
-    return {case.model: case for case in read_cases() if case.schedule == "roundpipe"}
 
 
 def batches(data: Tensor, size: int) -> DataLoader[Any]:
