@@ -18,6 +18,7 @@ import ctypes
 import gc
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,7 @@ class Growth(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._engine = trainer.strategy._engine
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
+        self._sampling = ThreadPoolExecutor(1).submit(self._sample)
 
     def _sample(self) -> None:
         while not self._over.wait(0.002):
@@ -101,7 +101,7 @@ class Growth(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._over.set()
-        self._thread.join()
+        self._sampling.result()  # raises what ended it
         context, model = self._engine.context, self._engine.model
         trained, frozen, packed = counts(trainer.lightning_module)
         flats = [flat for layer in model.layers for flat in layer.weights.flats]
