@@ -1,10 +1,12 @@
-"""What a command has found, in one form that prints as text and as JSON."""
+"""What a command has found, in one form that prints as text, as JSON and as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,14 +15,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Form = Literal["table", "json"]
+Form = Literal["table", "json", "csv"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The answer of a command. As text, its parts follow each other in the order of the fields.
 
-    ``remedies`` and ``paste`` have lines for pasting into a command line, which stay whole.
+    ``remedies`` and ``paste`` have lines for pasting into a command line, which stay whole. CSV has a column for each
+    key of ``data``, those of inner objects behind a dot, without lists.
     """
 
     verdict: str = ""
@@ -37,6 +40,10 @@ class Answer:
         """Return the answer in its form, with a newline at its end."""
         if self.form == "json":
             return json.dumps(self.data, indent=1, allow_nan=False) + "\n"
+        if self.form == "csv":
+            text, columns = io.StringIO(), dict(_columns(self.data))
+            csv.writer(text, lineterminator="\n").writerows([columns.keys(), columns.values()])
+            return text.getvalue()
         console = Console(file=sys.stdout)
         with console.capture() as capture:
             console.print(Group(*self._parts()), crop=False)
@@ -52,6 +59,14 @@ class Answer:
         for one in self.tables:
             parts += ["", one]
         return [*parts, "", *map(_unbroken, self.paste)]
+
+
+def _columns(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _columns(value, f"{prefix}{name}.")
+        elif not isinstance(value, list | tuple):
+            yield prefix + name, value
 
 
 def _unbroken(line: str) -> Text:

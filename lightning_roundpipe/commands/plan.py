@@ -79,7 +79,7 @@ def parser() -> Parser:
     add("plan", "judge this one: 'forward 0-3; ...'", None, "TEXT")
     add("search_seconds", f"longest (default: {SEARCH_SECONDS:g})", seconds, "N")
     add = partial(add_option, made.add_argument_group("output"))
-    add("format", "table or json (default: table)", one_of(*get_args(Form)))
+    add("format", "table, json or csv (default: table)", one_of(*get_args(Form)))
     add("picture", "of the steps", _path, "FILE")
     add("trace", "of the steps, for ui.perfetto.dev", _path, "FILE")
     add("hardware_file", "of hardware=auto (default: HOSTNAME.yaml)", _path, "FILE")

@@ -91,6 +91,11 @@ def test_only_the_answer_is_on_standard_output(monkeypatch, capsys):
     assert captured.err == "a library talks\n"
 
 
+def test_csv_has_a_column_for_each_value():
+    data = {"fits": True, "model": "a, b", "stages": [1], "host_memory": {"needed_bytes": 3, "items": []}, "lora": None}
+    assert Answer(data=data, form="csv").printed() == 'fits,model,host_memory.needed_bytes,lora\nTrue,"a, b",3,\n'
+
+
 def _raise(error):
     raise error
 
