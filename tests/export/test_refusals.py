@@ -144,6 +144,10 @@ def test_a_base_model_that_is_quantised(base, adapters, tmp_path):
 # ----------------------------------------------------------------------------------------------------------- the target
 
 
+def test_settings(adapters, tmp_path):
+    refused(r"^dtype='int4' must be one of auto", adapters, tmp_path / "to", dtype="int4")
+
+
 def test_a_folder_that_is_there(base, adapters, tmp_path):
     to = tmp_path / "to"
     to.mkdir()

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from harness import assert_identical, assert_same, ours, run
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -17,7 +16,6 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model import quantize, quantize_experts, quantize_loader
 from lightning_roundpipe.model.loading import from_config, from_folder
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
-from lightning_roundpipe.tasks import CausalLM
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -282,27 +280,6 @@ def test_models_that_cannot_be_packed_are_refused(make, words):
     """A model in four bits was called one in eight, and adapters were packed."""
     with pytest.raises(ValueError, match=words):
         quantize.quantize(make(), "int8")
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
-def adapted(model, targets):
-    torch.manual_seed(2)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
-    return CausalLM(model, functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), lora=lora)
-
-
-@pytest.mark.parametrize(("name", "precision"), [("llama", "bf16-mixed"), *((name, "32-true") for name in EXPERTS)])
-def test_the_strategy_trains_them_as_plain_lightning(folders, name, precision):
-    """Losses, gradients of adapters, and the same bits on more devices."""
-    task = adapted(from_folder(folders[name], quantization="nf4").model, ["q_proj", "k_proj", "v_proj", "o_proj"])
-    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (2, 4, 9))]
-    options = {"num_microbatches": 2}
-    first = run(ours(**options), task, batches, precision=precision)
-    assert_identical(first, run(ours(**options), task, batches, devices=2, precision=precision))
-    if precision == "32-true":
-        assert_same(run("auto", task, batches), first)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

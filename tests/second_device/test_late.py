@@ -47,9 +47,6 @@ def idle(monkeypatch):
         yield made
 
 
-# ------------------------------------------------------------------------------------------------------- whole steps
-
-
 @pytest.mark.parametrize(
     "name",
     ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n, e in zoo.ENTRIES.items() if n != "mlp" and not e.other)],
