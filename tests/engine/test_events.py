@@ -1,11 +1,12 @@
 """What is kept of a step's events."""
 
+import pytest
 import zoo
 from harness import ours, run
 from patience import longer_each_try
 
 from lightning_roundpipe.devices import Event
-from lightning_roundpipe.engine.events import Recorder
+from lightning_roundpipe.engine.events import Recorder, bubble_percent
 
 
 class At(Event):
@@ -29,6 +30,14 @@ def test_what_a_worker_waited_before_the_step_began_is_no_stall_of_it():
     for start, end in ((8.0, 9.0), (9.5, 10.5), (11.0, 12.0)):
         recorder.waited(0, At(start), At(end))
     assert [(row["start_s"], row["end_s"]) for row in recorder.stalls(10.0)] == [(0.0, 0.5), (1.0, 2.0)]
+
+
+def test_the_bubble_is_what_workers_do_not_compute():
+    def row(kind, start, end):
+        return {"kind": kind, "start_s": start, "end_s": end}
+
+    rows = [row("upload_weights", 0, 100), row("forward", 10, 14), row("recompute", 12, 14), row("backward", 18, 20)]
+    assert bubble_percent(rows, 2) == pytest.approx(100 * (1 - 8 / 20))
 
 
 @longer_each_try

@@ -4,7 +4,18 @@ from dataclasses import replace
 
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.links import SharedSeconds
 from lightning_roundpipe.planning.pipeline import run_steps
+
+
+def test_what_is_taken_is_not_taken_again():
+    interpreter = SharedSeconds()
+    assert interpreter.take(2, 3) == 5
+    assert interpreter.take(0, 1) == 1
+    assert interpreter.take(0, 2) == 6, "one second before the first interval, and one behind it"
+    assert interpreter.take(3, 0) == 3
+    assert interpreter.take(6, 1) == 7
+    assert interpreter.take(4, 1) == 8
 
 
 def costs(issue_s, *, is_synchronous, calls=2):
@@ -27,8 +38,8 @@ def test_where_the_host_waits_for_the_device_nothing_is_ahead():
 
 def test_workers_share_the_interpreter():
     """However many there are, a step takes no less than all that is issued: a forward and a recomputation."""
-    shared = costs(1.5, is_synchronous=True)
-    issued = 4 * (1.5 + 1.5 + 1.5)  # layer 0 forward, the fused layer 1, layer 0 again
+    shared = costs(6.0, is_synchronous=True)
+    issued = 4 * (6.0 + 6.0 + 6.0)  # layer 0 forward, the fused layer 1, layer 0 again
     for workers in (1, 2, 3):
         assert run_steps(TWO, shared, workers, 4).makespan_s >= issued
     free = run_steps(TWO, costs(0.0, is_synchronous=True), 3, 4).makespan_s

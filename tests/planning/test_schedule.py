@@ -52,6 +52,7 @@ def test_valid_plan_runs_every_call_once_each_way(plan):
     plan.validate([str(number) for number in calls])
     stages = plan.stages()
     assert [stage.position for stage in stages] == list(range(len(stages)))
+    assert [Span(stage.first, stage.last) for stage in stages] == [*plan.forward, plan.fused, *plan.backward]
     assert len(plan.stage_of_forward) == len(calls)
     assert list(plan.stage_of_forward) == sorted(plan.stage_of_forward)
     for number in calls:
