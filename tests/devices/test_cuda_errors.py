@@ -8,6 +8,8 @@ import torch
 import zoo
 from harness import ours, trainer_of
 
+from lightning_roundpipe.devices.errors import StreamError, is_sticky
+
 REMEDY = "start a new process"
 
 
@@ -86,3 +88,16 @@ def test_after_other_errors_the_process_goes_on(gpus, monkeypatch):
     error = fit(Fails(701, dies=False), monkeypatch)
     assert remedies(error) == []
     harness.run(ours(num_microbatches=2), zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False)
+
+
+def test_causes_are_looked_at():
+    try:
+        try:
+            raise fake_cuda.accelerator_error(716)
+        except RuntimeError as cause:
+            raise StreamError("weights_up failed") from cause
+    except StreamError as error:
+        assert is_sticky(error)
+    assert not is_sticky(fake_cuda.accelerator_error(2))
+    assert not is_sticky(RuntimeError("700"))
+    assert not is_sticky(None)
