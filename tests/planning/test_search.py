@@ -15,7 +15,7 @@ from lightning_roundpipe.planning.links import HostTime, Links
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.problem import Problem
-from lightning_roundpipe.planning.search import baseline_within, descent, search_partition
+from lightning_roundpipe.planning.search import baseline_within, search_partition
 from lightning_roundpipe.planning.seeds import deal
 from lightning_roundpipe.planning.updates import UpdateModel
 
@@ -137,23 +137,6 @@ def test_plans_near_the_best_one_hide_what_only_the_judge_knows(monkeypatch):
     assert keeps(problem, plan)
     monkeypatch.setattr(search, "descent", lambda plan, *_: plan)
     assert step_s(plan) < step_s(search_partition(problem, 2.0, step_s))
-
-
-def test_a_descent_goes_on_from_each_better_plan_and_judges_so_many():
-    """It begins anew from a better neighbour, and passes by one that is worse or was judged."""
-    asked = list[int]()
-
-    def judge(plan):
-        asked.append(plan.round_microbatches)
-        return abs(plan.round_microbatches - 5)
-
-    def near(plan):
-        size = plan.round_microbatches
-        return (Plan.single(1, other) for other in (size + 1, size - 1) if other > 0)
-
-    assert descent(Plan.single(1, 9), judge, near, 20) == Plan.single(1, 5)
-    assert sorted(set(asked)) == [4, 5, 6, 7, 8, 9, 10]
-    assert descent(Plan.single(1, 9), judge, near, 3) == Plan.single(1, 7)
 
 
 def tokens_a_second(costs, workers, staleness, hop_s):
