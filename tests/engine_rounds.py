@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.emulated import make_emulated
+from lightning_roundpipe.engine.context import make_context
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.planning.schedule import Plan, Span
@@ -259,7 +260,7 @@ class Engined:
         devices = make_emulated([torch.device("cpu")] * drawn.devices, emulation)
         self._dtype = torch.bfloat16 if drawn.low else torch.float32
         formats = Formats(self._dtype if drawn.low else None)
-        self.engine = Engine(self.module, devices, options, lambda text: None, formats)
+        self.engine = Engine(make_context(self.module, devices, options, lambda text: None, formats))
         self._optimizer = FusedSGD(self.fuse, self.network.parameters(), lr=0.05, momentum=0.5)
         if drawn.apart:
             self.engine.enable_async_optimizer(lambda: self._optimizer)

@@ -18,7 +18,7 @@ from harness import Learner, assert_same, ours, run, seeded
 from stress import all_reports
 from torch import nn
 
-from lightning_roundpipe.devices import Event
+from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.estimates.crossing import tensor_bytes
@@ -205,7 +205,7 @@ def test_the_host_keeps_the_inputs_that_the_plan_counts(name, n, ahead, monkeypa
 
     def count(tape):
         if not tape.spec.measures:
-            saved = {id(each): each for call in tape.pending for each in call.inputs.saved}
+            saved = {id(each): each for call in tape.tape for each in call.inputs.saved}
             kept.append(sum(tensor_bytes(each.tensor) for each in saved.values()))
         expect_gradients(tape)
 
@@ -239,7 +239,7 @@ def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead():
 
 def test_calls_in_flight_keep_memory_and_no_graphs():
     """A graph would keep what autograd has saved, and the inputs of the call that has made it."""
-    flying, end = InFlight(), cast(Event, None)
+    flying, end = InFlight(cast(Device, None), lambda event: None), cast(Event, None)
     saved = torch.ones(3, requires_grad=True) * 2
     output = saved.sin().sum()
     graph, made = weakref.ref(saved.untyped_storage()), weakref.ref(output.untyped_storage())
