@@ -154,9 +154,9 @@ def test_forms_of_moments_and_gradients_in_flight(form, weight, moments):
 @pytest.mark.parametrize(
     ("by_layer", "microbatches", "gradients"),
     [
-        # What is in flight travels in half the bytes, and is used a layer at a time.
-        (True, 4, 3 * 2 + 4),
-        # With clipping by norm, all is there as it has come.
+        # What is in flight travels in half the bytes, and is used as it has come.
+        (True, 4, 3 * 2),
+        # With clipping by norm, all is there as it has come; a layer at a time is widened for its norm.
         (False, 4, 40 * 2 + 4),
         # Rounds are summed, and what arrives is added.
         (True, 8, 40 * 4 + 3 * 2),
@@ -174,7 +174,7 @@ def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_th
     layers, each = 40, 10_000
     costs = Costs(tuple(call(str(i), gradients=4 * each, reduced_bytes=2 * each) for i in range(layers)))
     known = Parameters(layers * each, 0, 2, optimizer_state="int8", shares=True, by_layer=True)
-    for microbatches, gradients in ((1, 3 * 2 + 4), (4, 40 * 4 + 2)):  # one: moments in int8 are more than that later
+    for microbatches, gradients in ((1, 3 * 2), (4, 40 * 4 + 2)):  # one: moments in int8 are more than that later
         items = host_items(Plan.per_call(layers, 4), costs, known, workers=1, microbatches=microbatches)
         assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
 
