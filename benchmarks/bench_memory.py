@@ -17,6 +17,7 @@ import ctypes
 import gc
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,7 @@ class Growth(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._engine = trainer.strategy._engine
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
+        self._sampling = ThreadPoolExecutor(1).submit(self._sample)
 
     def _sample(self) -> None:
         while not self._over.wait(0.002):
@@ -98,7 +98,7 @@ class Growth(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._over.set()
-        self._thread.join()
+        self._sampling.result()  # raises what ended it
         context, model = self._engine.context, self._engine.model
         trained = sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in trainer.lightning_module.parameters()) - trained
@@ -120,7 +120,7 @@ class Growth(pl.Callback):
 def held(pool: GradientPool) -> int:
     """Bytes of the pool's blocks, used or not."""
     every = (pool._arriving, pool._landing, pool._wide)
-    return sum(blocks.held + sum(block.nbytes for block in list(blocks._free)) for blocks in every)
+    return sum(blocks.held + sum(block.nbytes for block in list(blocks._given)) for blocks in every)
 
 
 class Full(pl.LightningModule):
