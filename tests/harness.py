@@ -181,6 +181,7 @@ def save_after(batches, path):
 @contextlib.contextmanager
 def overheard(result, module):
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
+    from lightning_roundpipe.optim.narrow_gradient import widened
     from lightning_roundpipe.precision import RoundPipePrecision
     from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
@@ -192,7 +193,9 @@ def overheard(result, module):
         names = {id(p): name for name, p in module.named_parameters()}
         while len(result.grads) < step.number:
             result.grads.append(dict.fromkeys(names.values()))
-        result.grads[step.number - 1].update({names[key]: grad.clone() for key, grad in taken.items() if key in names})
+        result.grads[step.number - 1].update(
+            {names[key]: widened(grad).clone() for key, grad in taken.items() if key in names}
+        )
         return taken
 
     def after_closure(self, *args):
