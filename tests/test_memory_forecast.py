@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Learner, assert_same, ours, run, seeded
+from harness import Chain, Learner, arenas_of, assert_same, ours, run, seeded
 from stress import all_reports
 from torch import nn
 
@@ -220,6 +220,26 @@ def test_the_host_keeps_the_inputs_that_the_plan_counts(name, n, ahead, monkeypa
     assert sum(kept) == boundary_bytes(plan, costs)
     if name == "llama":
         assert (boundary_bytes(plan, costs) < boundary_bytes(replace(plan, recompute_ahead=False), costs)) is ahead
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_first_batch_fits_where_the_plan_does(by_hand):
+    """Before there is a plan, the arena for a layer leaves room for what it computes with."""
+    plan = "forward 0 1 2; fused 3; backward 2 1 0; round 2"
+    batches = list(torch.randn(2, 100, 128, generator=torch.Generator().manual_seed(0)))
+
+    def train(memory, plan):
+        strategy = ours(num_microbatches=2, layers=["Linear"], plan=plan, emulation={"memory": memory})
+        module = Chain(nn.Linear(128, 128) for _ in range(4))
+        module.layers[0].bias.requires_grad_(False)
+        return run(strategy, module, batches, watch=False)
+
+    with arenas_of(0.0):
+        free = train(None, plan)
+    needed = free.report["planned_device_bytes"]
+    tight = train(int(needed / 0.9) + 4096, plan if by_hand else None)
+    assert tight.report is not None and max(tight.report["peak_device_bytes"]) <= needed + 4096
+    assert_same(free, tight)
 
 
 @pytest.mark.slow
