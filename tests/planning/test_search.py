@@ -6,9 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from paper_bubble import find_bubble
 from paper_cases import read_cases
-from paper_schedules import run_case
 from planning.making import call, keeps
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, pipeline, search
@@ -21,7 +19,7 @@ from lightning_roundpipe.planning.search import baseline_within, search_partitio
 from lightning_roundpipe.planning.seeds import deal
 from lightning_roundpipe.planning.updates import UpdateModel
 
-CASES = {case.model: case for case in read_cases() if case.schedule == "roundpipe"}
+CASES = read_cases()
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +40,7 @@ def ratio(case, staleness, seconds):
     assert Plan.parse(str(plan)) == plan
     plan.validate(case.costs().layers)
     run = run_steps(plan, case.costs(), case.workers, case.microbatches, rules, 33 if staleness else 1)
-    bubble = find_bubble(run_case(case))
-    if not staleness:
-        return 1e3 * run.makespan_s / bubble.makespan_ms
-    work = case.layers * (2 * case.forward_ms + case.backward_ms) + case.head_forward_ms + case.head_backward_ms
-    paper = case.microbatches * work / (case.workers * (1 - bubble.asynchronous_pct / 100))
-    return 1e3 * run.period_s(16) / paper
+    return (run.period_s(16) if staleness else run.makespan_s) / case.papers_seconds(staleness)
 
 
 @pytest.mark.slow
