@@ -252,6 +252,20 @@ class Learner(pl.LightningModule):
         return self.optimizer([p for p in self.parameters() if p.requires_grad])
 
 
+class Chain(Learner):
+    """Layers, one after another."""
+
+    def __init__(self, layers):
+        super().__init__()
+        with seeded(5):
+            self.layers = torch.nn.ModuleList(layers)
+
+    def loss(self, batch):
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+
 def assert_plain(module, batches, strategy=None, *, devices=2, **options):
     """Train plainly, and on ``devices`` workers with ``strategy``'s options. Both results, which are the same."""
     plain = run("auto", module, batches, **options)
