@@ -16,13 +16,11 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import Executor, LayerCall
-from lightning_roundpipe.engine.slots import Slot, SlotGradients
-from lightning_roundpipe.engine.step_spec import StepSpec
+from lightning_roundpipe.engine.executor import Executor, LayerCall, noted_at
+from lightning_roundpipe.engine.slots import Slot, SlotGradients, StepSpec
 from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -79,7 +77,7 @@ class StepSlots:
         for i in calls if stage.phase != "forward" else ():
             if traced[i].taped and (found := self.sums_of(traced[i].layer, traced[i].use)) is not None:
                 sums[i] = found
-        index = next(self._context.slots)
+        index = self._context.pool.next_slot()
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)],
             microbatches, self.spec, SlotGradients(sums, self._own_sums), number, position,
@@ -113,7 +111,7 @@ class StepSlots:
         """Return a slot for one call, which is not in turn."""
         numbered = self.trace is None and self.spec.readiness is not None
         slot = Slot(
-            next(self._context.slots) if numbered else -1, worker, phase, [call.index], [call.layer],
+            self._context.pool.next_slot() if numbered else -1, worker, phase, [call.index], [call.layer],
             [call.microbatch], self.spec, SlotGradients({} if sums is None else {call.index: sums}),
         )  # fmt: skip
         self._follow(slot)
@@ -240,16 +238,16 @@ class Turns:
             lent: whether that goes back when the call is over.
         """
         executor, worker = self.context.executors[slot.worker], self.context.pool.workers[slot.worker]
-        place = functools.partial(FaultPlace, call.layer.title, phase, call.microbatch, slot, worker.device)
+        place = noted_at(call, phase, slot, worker.device)
         if slot.position is not None:
             self.acquire(slot, saved, lent=lent)
-            with worker.device.activate(), noted(place):
+            with worker.device.activate(), place:
                 yield executor
             return
         memory = worker.spare if self.round else worker.planned
         worker.open(slot, memory, None if call.layer.index in self.outside else self.slot)
         try:
-            with worker.device.activate(), noted(place):
+            with worker.device.activate(), place:
                 yield executor
         finally:
             worker.close_slot(slot, memory)

@@ -14,13 +14,13 @@ from harness import Learner, ours, run
 from patience import PATIENCE_S
 from torch import nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Event, make_devices
+from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.memory.split_buffer import SplitBuffer
+from lightning_roundpipe.optim.narrow_gradient import NarrowGradient
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
@@ -151,10 +151,18 @@ def test_narrowed_gradients_are_fp32_only_while_they_are_used(options, monkeypat
     held = {"take": [], "take_wide": []}
     for name, most in held.items():
         monkeypatch.setattr(GradientPool, name, counting(getattr(GradientPool, name), most))
+    wide, real = [], NarrowGradient.widened
+
+    def widened(gradient, out=None):
+        wide.append(out.numel())
+        return real(gradient, out)
+
+    monkeypatch.setattr(NarrowGradient, "widened", widened)
     asked = Asked(monkeypatch)
     plan = f"forward none; fused 0-{LAYERS}; backward none; round 2"
     fit(asked, Module(), strategy={"reduce_dtype": "bfloat16", "plan": plan}, **options)
-    assert max(held["take_wide"]) == 1
+    assert set(wide) == {SIZE * SIZE}, "SGD needs them, in memory of a layer"
+    assert not held["take_wide"]
     assert max(held["take"]) == LAYERS if options else 1 <= max(held["take"]) <= 4
 
 
@@ -195,14 +203,12 @@ def test_where_all_gradients_are_needed_each_layer_has_memory(why, monkeypatch):
 
 
 @pytest.fixture
-def layer():
-    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+def layer(device):
     module = nn.Linear(SIZE, SIZE, bias=False)
     [made] = host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())
     make_buckets([made], module.parameters())
     made.device = device
-    yield made
-    device.close()
+    return made
 
 
 class _Step:
