@@ -1,5 +1,6 @@
 """The accumulation window: every script does what it does under plain Lightning with the same window."""
 
+import threading
 from typing import Any
 
 import lightning.pytorch as pl
@@ -283,6 +284,66 @@ def test_stop_inside_a_window(devices):
 
 
 # -------------------------------------------------------------------------------------------------------------- loaders
+
+
+class Episodes(IterableDataset[Any]):
+    """Runs a model on each sample, in a mode that is left after the last."""
+
+    def __init__(self, model, seen, read):
+        self.model, self.seen, self.read = model, seen, read
+
+    @torch.no_grad()
+    def __iter__(self):
+        with torch.device("cpu"):
+            for inputs, target in rows(5):
+                self.seen += [self.model(inputs[None]).sum(), torch.stack(list(self.model[1].parameters())[:1])]
+                self.read.set()
+                yield inputs, target
+
+
+class Late(torch.optim.SGD):
+    """On another thread, it steps a layer after the data set has read weights, unless that waits for the step."""
+
+    independent_parameters = True
+    read = threading.Event()
+
+    def step(self, closure=None):
+        if threading.current_thread() is not threading.main_thread():
+            self.read.clear()
+            self.read.wait(0.1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_data_set_runs_the_model(window):
+    """It finds whole updates, also where no hook looks at weights, and that of validation before hooks are called."""
+
+    class Player(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model, self.seen = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double(), ([], [])
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+        def configure_optimizers(self):
+            return Late(self.parameters(), lr=0.5)
+
+    found = []
+    for strategy in ("auto", ours()):
+        player = Player()
+        loaders = [DataLoader(Episodes(player.model, seen, Late.read), batch_size=1) for seen in player.seen]
+        options = {"val_check_interval": 2, "accumulate_grad_batches": window}
+        with quiet():
+            trainer_of(strategy, **options).fit(player, *loaders)
+        found.append(player.seen)
+    assert torch._C._len_torch_function_stack() == 0
+    torch.testing.assert_close(found[1][0], found[0][0])
+    torch.testing.assert_close(found[1][1], found[0][1])
 
 
 @DEVICES

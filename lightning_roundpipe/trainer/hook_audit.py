@@ -14,9 +14,10 @@ the module overrides one of these, the step blocks. Two kinds of overridden hook
 A hook after the step may read ``.grad`` too: in plain training, the step's clipped gradients stay there until the next
 backward. So waiting for an update includes setting ``.grad``.
 
-The audit does not see code that Lightning does not call as a hook: a data set or ``collate_fn`` that runs the model in
-this process (under bf16 it may find NaN in place of weights, see `split_masters`), a logger, a profiler, or the
-functions of a ``LambdaLR``. Nor does it see hooks on a parameter's ``AccumulateGrad`` node, which Python cannot list.
+The audit does not see code that Lightning does not call as a hook: a logger, a profiler, or the functions of a
+``LambdaLR`` (under bf16 it may find NaN in place of weights, see `split_masters`). `LookAhead` sees the data loader of
+training, and validation waits before it makes its loaders. Nor does it see hooks on a parameter's ``AccumulateGrad``
+node, which Python cannot list.
 """
 
 from __future__ import annotations

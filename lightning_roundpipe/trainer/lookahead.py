@@ -7,6 +7,9 @@ batches; the loop receives them later, in order, as if they had just been fetche
     take ── fetch ── the transfer hooks, once ── the position of stateful loaders ── [1]
     the loop's next() ── the batch ── its transfer hooks pass it through ── [2]
 
+A data set may run the model, as one that collects episodes does. What the loader runs in this process finds whole
+updates [3].
+
 ``done`` says whether the batch that the loop has received last is the last one, and checkpoints store the position of
 the loaders as of that batch.
 
@@ -20,15 +23,20 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
+
+from lightning_roundpipe.trainer.hook_audit import Settle
 
 TRANSFER = "_on_before_batch_transfer"
 """Attribute of a module's instance that `transfer_once` sets."""
@@ -41,6 +49,39 @@ class TakenBatch:
         self.batch = batch
 
 
+class _WholeUpdates(TorchFunctionMode):
+    """Finishes pending updates before a torch function first takes a parameter [3]."""
+
+    def __init__(self, settle: Settle) -> None:
+        super().__init__()
+        self._settle, self._settled = settle, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._settled and (_has_parameter(args) or _has_parameter(kwargs.values())):
+            self._settled = True
+            self._settle()
+        return func(*args, **kwargs)
+
+    @override
+    def __enter__(self) -> Self:
+        """Enter below all others: a generator of the loader may enter a mode, and leave it at a later batch."""
+        above = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+        for mode in (self, *reversed(above)):
+            _push_on_torch_function_stack(mode)
+        return self
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        *above, _ = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+        for mode in reversed(above):
+            _push_on_torch_function_stack(mode)
+
+
+def _has_parameter(values: Iterable[Any]) -> bool:
+    return any(isinstance(v, nn.Parameter) or (type(v) in (list, tuple) and _has_parameter(v)) for v in values)
+
+
 class LookAhead(_PrefetchDataFetcher):
     """Lightning's fetcher, with batches that were taken ahead. `look_ahead` makes it.
 
@@ -50,6 +91,7 @@ class LookAhead(_PrefetchDataFetcher):
         exhausted: whether the last batch has been fetched.
         error: what fetching the batch behind ``taken`` has raised. The loop gets it when it comes to that batch.
         waited_s: seconds of the main thread in the data loader, since the fetcher looks ahead.
+        settle: finishes pending updates of the optimizer; None if there are none.
     """
 
     taken: deque[tuple[tuple[TakenBatch, int, int], list[dict[str, Any]]]]
@@ -57,6 +99,7 @@ class LookAhead(_PrefetchDataFetcher):
     exhausted: bool
     error: Exception | None = None
     waited_s: float = 0.0
+    settle: Settle | None = None
 
     @property
     def done(self) -> bool:
@@ -103,7 +146,8 @@ class LookAhead(_PrefetchDataFetcher):
     def _fetch(self) -> Any:
         began = time.perf_counter()
         try:
-            return super().__next__(), CombinedLoader._state_dicts(self.combined_loader)
+            with nullcontext() if self.settle is None else _WholeUpdates(self.settle):
+                return super().__next__(), CombinedLoader._state_dicts(self.combined_loader)
         finally:
             self.waited_s += time.perf_counter() - began
 

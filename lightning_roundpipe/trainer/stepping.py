@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,9 @@ class Stepping:
         hooks += [optimizer.register_state_dict_pre_hook(settle) for optimizer in self._optimizers]
         for hook in hooks:
             self._hooks.callback(hook.remove)
+        loop = self._trainer.fit_loop.epoch_loop.val_loop  # its data loader may run the model, before all hooks
+        vars(loop)["run"] = functools.partial(_run_settled, Settle(self._finish), loop)
+        self._hooks.callback(vars(loop).pop, "run", None)
 
     def _finish(self) -> None:
         """Finish pending updates, and put gradients where plain training leaves them."""
@@ -313,3 +317,8 @@ class Stepping:
     def batch_number(self) -> int:
         """Return the number of batches since training began, which continues after resuming."""
         return int(self._trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def _run_settled(settle: Settle, loop: Any) -> Any:
+    settle()
+    return type(loop).run(loop)

@@ -33,6 +33,7 @@ from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine, WindowResult
+from lightning_roundpipe.trainer.hook_audit import Settle
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 
@@ -54,7 +55,7 @@ class Window:
         self._module, self._trainer = module, module.trainer
         epoch, self._accumulated = self._trainer.fit_loop.epoch_loop, self._trainer.accumulate_grad_batches
         to_come = -epoch.batch_progress.current.ready % self._accumulated
-        fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
+        self._fetcher = fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
         batches: list[Any] = [args[0]]
         self._serial = serial
         statistics = epoch.automatic_optimization._skip_backward  # a pass for those of BatchNorm
@@ -115,6 +116,8 @@ class Window:
         finally:
             epoch.batch_progress = before
         self._trainer.should_stop = stopping
+        if self._fetcher is not None:
+            self._fetcher.settle = Settle(engine.settle) if engine.updates is not None else None
         workers = len(engine.context.pool.workers)
         asked = options.num_microbatches or 1
         if self._begins_epoch and len(self._all[0]) < asked:
