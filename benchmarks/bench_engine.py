@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator
 
 import torch
-from common import Sleepers, Stopwatch, batches, parser_of, quiet, show, trainer
+from common import Sleepers, Steps, batches, parser_of, quiet, show, trainer
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Plan
@@ -23,7 +23,7 @@ from lightning_roundpipe.planning import Plan
 def measure(options: argparse.Namespace, devices: int, plan: Plan | None) -> float:
     """Median seconds of a step on ``devices``; without a plan, of plain Lightning that accumulates the microbatches."""
     microbatches = options.microbatches
-    watch = Stopwatch(1 if plan else microbatches)
+    watch = Steps(1 if plan else microbatches)
     strategy = RoundPipeStrategy(num_microbatches=microbatches, plan=str(plan), layers=["Sleeper"]) if plan else "auto"
     fitter = trainer(strategy, devices, callbacks=watch, accumulate_grad_batches=1 if plan else microbatches)
     data = batches(torch.ones((options.steps + 1) * microbatches, 4), microbatches if plan else 1)

@@ -7,7 +7,8 @@ into an arena. So the model has many small layers, and that is little beside the
 All larger blocks are mapped alone (`map_blocks`), as those of large models are: freed ones go back to the system. On
 the heap of the C library, beside what devices compute with, they would leave gaps.
 
-    .venv/bin/python benchmarks/bench_memory.py [--optimizer_state bf16 --reduce_dtype bfloat16] [--lora]
+    .venv/bin/python benchmarks/bench_memory.py [--optimizer_state bf16 --reduce_dtype bfloat16]
+    .venv/bin/python benchmarks/bench_memory.py --lora [--quantization nf4] --hidden 2048 --layers 24
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.config import OPTIMIZER_STATES, REDUCE_DTYPES
 from lightning_roundpipe.heap import give_back
 from lightning_roundpipe.memory.grad_buffers import GradientPool
+from lightning_roundpipe.model.quantize import quantize
+from lightning_roundpipe.model.quantized import is_packed, weights_in
 from lightning_roundpipe.planning.memory import Item, Parameters, host_items, process_bytes
 
 MIB = 2**20
@@ -100,21 +103,30 @@ class Growth(pl.Callback):
         self._over.set()
         self._sampling.result()  # raises what ended it
         context, model = self._engine.context, self._engine.model
-        trained = sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)
-        frozen = sum(p.numel() for p in trainer.lightning_module.parameters()) - trained
-        state = context.options.optimizer_state
+        trained, frozen, packed = counts(trainer.lightning_module)
+        flats = [flat for layer in model.layers for flat in layer.weights.flats]
+        of_frozen = sum(flat.source.nbytes for flat in flats if not flat.trained)
         known = Parameters(
-            trained, frozen, 2, optimizer_state=state, shares=True, by_layer=True, process=process_bytes(0)
-        )
+            trained, frozen, 2, optimizer_state=context.options.optimizer_state, shares=True, by_layer=True,
+            process=process_bytes(0), packed=packed, packed_bytes=packed and of_frozen - 2 * (frozen - packed),
+            packed_as="packed",
+        )  # fmt: skip
         window, workers = trainer.accumulate_grad_batches, len(context.pool.workers)
         self.planned = host_items(context.learned.plan, context.learned.costs, known, workers, window)
-        flats = [flat for layer in model.layers for flat in layer.weights.flats]
         states = trainer.optimizers[0].state.values()
         self.parts = {
             "trained": sum(flat.buffer.nbytes for flat in flats if flat.trained),
-            "frozen": sum(flat.source.nbytes for flat in flats if not flat.trained),
+            "frozen": of_frozen,
             "AdamW's": sum(value.nbytes for own in states for key, value in own.items() if key != "step"),
         }
+
+
+def counts(module: pl.LightningModule) -> tuple[int, int, int]:
+    """Trained weights, frozen ones, and those of them in few bits."""
+    every = list(module.parameters())
+    kinds = ([p for p in every if p.requires_grad], [p for p in every if not p.requires_grad], filter(is_packed, every))
+    trained, frozen, packed = (sum(map(weights_in, kind)) for kind in kinds)
+    return trained, frozen, packed
 
 
 def held(pool: GradientPool) -> int:
@@ -128,15 +140,15 @@ class Full(pl.LightningModule):
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, hidden: int, layers: int, *, lora: bool = False) -> None:
+    def __init__(self, hidden: int, layers: int, *, lora: bool = False, quantization: str | None = None) -> None:
         super().__init__()
-        self._lora = lora
+        self._lora, self._quantization = lora, quantization
         config = LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=27 * hidden // 10, num_hidden_layers=layers,
             num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 256), tie_word_embeddings=False,
         )  # fmt: skip
         with torch.device("meta"):
-            self.model = LlamaForCausalLM(config)
+            self.model = LlamaForCausalLM(config).to(torch.bfloat16 if lora else torch.float32)
 
     def configure_model(self) -> None:
         if self.model.device.type == "meta":
@@ -145,8 +157,10 @@ class Full(pl.LightningModule):
                 for parameter in self.model.parameters():
                     parameter.normal_(0.0, 0.02)
             self.model.model.rotary_emb.__init__(config=self.model.config)
+            if self._quantization:
+                self.model = quantize(self.model, self._quantization)
             if self._lora:
-                self.model = get_peft_model(self.model.to(torch.bfloat16), LoraConfig(target_modules="all-linear"))
+                self.model = get_peft_model(self.model, LoraConfig(target_modules="all-linear"))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
@@ -161,7 +175,7 @@ def measure(options: argparse.Namespace) -> None:
     fit(64, 2, 2, options, Growth())  # all that is imported and started once
     growth = Growth(trimmed())
     module, strategy = fit(options.hidden, options.layers, options.steps, options, growth)
-    counts = [sum(p.numel() for p in module.parameters() if p.requires_grad is trained) for trained in (True, False)]
+    trained, frozen, _ = counts(module)
     growth.parts |= {"gradients": growth.gradients, "the": growth.before}
     most = growth.before + growth.most
     rows, planned = [], sum(item.nbytes for item in growth.planned)
@@ -172,10 +186,10 @@ def measure(options: argparse.Namespace) -> None:
         rows.append((item.name, f"{item.nbytes / MIB:,.0f}", f"{found / MIB:,.0f}" if found else ""))
     rows.append(("together, and the peak", f"{planned / MIB:,.0f}", f"{most / MIB:,.0f}"))
     rows.append(("ratio", "", f"{most / planned:.3f}"))
-    title = f"{counts[0] / 1e6:,.1f} M trained and {counts[1] / 1e6:,.1f} M frozen weights, {options.precision}"
+    title = f"{trained / 1e6:,.1f} M trained and {frozen / 1e6:,.1f} M frozen weights, {options.precision}"
     show(f"Host memory, MiB: {title}", ("", "planned", "measured"), rows)
     print(strategy.report()["plan"])
-    print(f"bytes a trained weight at the peak, without the process: {growth.most / counts[0]:.2f}")
+    print(f"bytes a trained weight at the peak, without the process: {growth.most / trained:.2f}")
     print("after each batch (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
 
 
@@ -183,7 +197,7 @@ def fit(
     hidden: int, layers: int, steps: int, options: argparse.Namespace, growth: Growth
 ) -> tuple[Full, RoundPipeStrategy]:
     """Train a model of this shape on two emulated devices, a sequence a microbatch."""
-    module = Full(hidden, layers, lora=options.lora)
+    module = Full(hidden, layers, lora=options.lora, quantization=options.quantization)
     emulation = {"poison": True}  # or pages of a device's memory would count that were never touched
     strategy = RoundPipeStrategy(
         memory_budget=options.budget, optimizer_state=options.optimizer_state, reduce_dtype=options.reduce_dtype,
@@ -204,6 +218,7 @@ def main() -> None:
     parser.add_argument("--reduce_dtype", choices=REDUCE_DTYPES)
     parser.add_argument("--window", type=int, default=4, help="batches of a window")
     parser.add_argument("--lora", action="store_true", help="train adapters on bf16 weights")
+    parser.add_argument("--quantization", choices=("nf4", "fp4", "int8"), help="of the weights under adapters")
     options = parser.parse_args()
     quiet()
     map_blocks()

@@ -26,7 +26,7 @@ import time
 from functools import partial
 
 import torch
-from common import BatchEnds, parser_of, quiet, show, trainer
+from common import Steps, parser_of, quiet, show, trainer
 from peft import LoraConfig
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -66,12 +66,12 @@ def run_side(options: argparse.Namespace) -> None:
     tokens = torch.randint(model.config.vocab_size, (steps * microbatches, options.tokens))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     accumulate = 1 if ours else microbatches
-    ends = BatchEnds()
+    watch = Steps(accumulate)
     budget = options.budget or None
     strategy = RoundPipeStrategy(num_microbatches=microbatches, memory_budget=budget) if ours else "auto"
-    fitter = trainer(strategy, callbacks=ends, accumulate_grad_batches=accumulate)
+    fitter = trainer(strategy, callbacks=watch, accumulate_grad_batches=accumulate)
     fitter.fit(task(model, kind, checkpointing=not ours), DataLoader(samples, batch_size=microbatches if ours else 1))
-    print(json.dumps({"ends": ends.seconds[accumulate - 1 :: accumulate], "stages": _stages(strategy) if ours else ""}))
+    print(json.dumps({"ends": watch.ends[1:], "stages": _stages(strategy) if ours else ""}))
 
 
 def measure(kind: str, microbatches: int, options: argparse.Namespace) -> tuple[float, float, str]:

@@ -13,10 +13,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from common import paper_cases, parser_of, show
-from paper_bubble import find_bubble
-from paper_cases import Case
-from paper_schedules import run_case
+from common import parser_of, show
+from paper_cases import Case, read_cases
 
 from lightning_roundpipe.planning.batch import PERIOD_STEPS
 from lightning_roundpipe.planning.links import HostTime
@@ -25,14 +23,6 @@ from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 
 STEADY = 2
-
-
-def papers_seconds(case: Case) -> dict[Staleness, float]:
-    """What the paper's RoundPipe takes for a step alone, and for each of many without a flush between them."""
-    bubble = find_bubble(run_case(case))
-    work = case.layers * (2 * case.forward_ms + case.backward_ms) + case.head_forward_ms + case.head_backward_ms
-    steady = case.microbatches * work / (case.workers * (1 - bubble.asynchronous_pct / 100))
-    return {0: bubble.makespan_ms / 1e3, 1: steady / 1e3}
 
 
 def row_of(case: Case, staleness: Staleness, search_seconds: float) -> tuple[float, float, tuple[str, ...]]:
@@ -48,7 +38,7 @@ def row_of(case: Case, staleness: Staleness, search_seconds: float) -> tuple[flo
     saved = sum(call.forward_s for call in costs.calls[-1 - problem.max_fused : -1])
     unfused = sum(2 * call.forward_s + call.backward_s for call in costs) - costs.calls[-1].forward_s
     least = case.microbatches * (unfused - saved) / case.workers
-    paper = papers_seconds(case)[staleness]
+    paper = case.papers_seconds(staleness)
     row = (
         case.model,
         str(staleness),
@@ -75,7 +65,7 @@ def main() -> None:
         "model", "staleness", "paper (ms)", "ours (ms)", "ratio", "above its work / 8", "above the least work / 8",
         "stages", "fused", "planned in s (processor)",
     )  # fmt: skip
-    found = {kind: [row_of(case, kind, options.search_seconds) for case in paper_cases().values()] for kind in kinds}
+    found = {kind: [row_of(case, kind, options.search_seconds) for case in read_cases().values()] for kind in kinds}
     show("Plans found for the paper's models", headings, [row for rows in found.values() for *_, row in rows])
     for kind, rows in found.items():
         ratios, least, _ = zip(*rows, strict=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import Stopwatch, batches, parser_of, quiet, show, trainer
+from common import Steps, batches, parser_of, quiet, show, trainer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -59,7 +59,7 @@ def task(folder: str, options: dict[str, Any] | None) -> Task:
 def measure(module: Task, devices: int, bandwidth: float, steps: int, plan: str) -> dict[str, float]:
     """The median step's seconds, and what the last step's report says of its copies."""
     strategy = RoundPipeStrategy(num_microbatches=MICROBATCHES, plan=plan, emulation=Emulation(bandwidth=bandwidth))
-    watch = Stopwatch()
+    watch = Steps()
     data = torch.randint(0, VOCAB, (MICROBATCHES * (steps + WARM_UP), TOKENS), generator=torch.manual_seed(2))
     loop = trainer(strategy, devices, precision="bf16-true", callbacks=[watch])
     loop.fit(module, batches(data, MICROBATCHES))

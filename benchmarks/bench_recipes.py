@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Stopwatch, parser_of, quiet, show, trainer
+from common import Steps, parser_of, quiet, show, trainer
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -41,7 +41,7 @@ def measure(name: str, devices: int, windows: int) -> tuple[float, float, str]:
         for i in range(WINDOW * (windows + WARM_UP))
     ]
     strategy: Any = RoundPipeStrategy() if devices else "auto"
-    wall, cpu = Stopwatch(WINDOW, gaps=True), Stopwatch(WINDOW, time.process_time, gaps=True)
+    wall, cpu = Steps(WINDOW), Steps(WINDOW, time.process_time)
     loop = trainer(strategy, max(devices, 1), accumulate_grad_batches=WINDOW, callbacks=[wall, cpu])
     loop.fit(module, DataLoader(given, batch_size=None))  # type: ignore[arg-type]
     calls = ""

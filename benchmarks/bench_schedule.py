@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Iterator
 
 import torch
-from common import Sleepers, Stopwatch, batches, paper_cases, parser_of, quiet, show, trainer
-from paper_cases import Case
+from common import Sleepers, Steps, batches, parser_of, quiet, show, trainer
+from paper_cases import Case, read_cases
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Plan, greedy_partition
@@ -24,7 +24,7 @@ MODELS = ("qwen3-1.7b", "llama3.1-8b")
 
 def measure(case: Case, plan: Plan, scale: float, steps: int) -> float:
     """Median seconds of steps under ``plan``, without the step that finds the trace."""
-    watch = Stopwatch()
+    watch = Steps()
     strategy = RoundPipeStrategy(num_microbatches=case.microbatches, plan=str(plan), layers=["Sleeper"])
     module = Sleepers([(call.forward_s, call.backward_s) for call in case.costs(scale)])
     data = batches(torch.ones((steps + 1) * case.microbatches, 4), case.microbatches)
@@ -34,7 +34,7 @@ def measure(case: Case, plan: Plan, scale: float, steps: int) -> float:
 
 def rows(scale: float, steps: int) -> Iterator[tuple[str, ...]]:
     for model in MODELS:
-        case = paper_cases()[model]
+        case = read_cases()[model]
         costs = case.costs(scale)
         plan = greedy_partition(costs, case.workers, case.microbatches)
         simulated = run_steps(plan, costs, case.workers, case.microbatches)

@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import Stopwatch, parser_of, quiet, trainer
+from common import Steps, parser_of, quiet, trainer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,11 +25,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 LAYERS = 32
 
 
-class Start(Stopwatch):
+class Start(Steps):
     """Also notes when training begins, and collects garbage then."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.began = self._clock()
+        self.began = self.clock()
         gc.collect()
 
 

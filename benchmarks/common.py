@@ -1,4 +1,4 @@
-"""What the benchmarks share: the Trainer they use, stopwatches, tables, and a model whose layers only take time."""
+"""What the benchmarks share: the Trainer they use, a stopwatch, tables, and a model whose layers only take time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from paper_cases import Case, read_cases
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -20,33 +20,37 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_roundpipe.devices import emulated_work
 
 
-class Stopwatch(pl.Callback):
-    """Seconds of each optimizer step of ``batches`` batches, from the first batch's start to the last one's end.
+class Steps(pl.Callback):
+    """When steps of ``batches`` batches end, by ``clock``, and the batches' losses.
 
-    Args:
-        batches: that an optimizer step takes.
-        clock: ``time.process_time`` counts the CPU seconds of all threads.
-        gaps: count from the end of the step before, which devices may still work on when the next one starts.
+    Steps overlap: devices may still work on one when the next one starts. So the time between two ends is what a step
+    takes. ``time.process_time`` counts the CPU seconds of all threads.
+
+    Attributes:
+        ends: the start of the first batch, and the ends of steps.
+        losses: of each batch.
     """
 
     roundpipe_passive_hooks = True
 
-    def __init__(self, batches: int = 1, clock: Callable[[], float] = time.perf_counter, *, gaps: bool = False) -> None:
-        self._batches = batches
-        self._clock = clock
-        self._gaps = gaps
-        self._start = 0.0
-        self.seconds: list[float] = []
+    def __init__(self, batches: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._batches, self.clock = batches, clock
+        self.ends: list[float] = []
+        self.losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self._batches == 0 and not (self._gaps and batch_idx):
-            self._start = self._clock()
+        if not self.ends:
+            self.ends.append(self.clock())
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
         if (batch_idx + 1) % self._batches == 0:
-            now = self._clock()
-            self.seconds.append(now - self._start)
-            self._start = now
+            self.ends.append(self.clock())
+
+    @property
+    def seconds(self) -> list[float]:
+        """Those of each step."""
+        return [end - start for start, end in pairwise(self.ends)]
 
 
 def quiet() -> None:
@@ -86,28 +90,6 @@ def parser_of(description: str | None, **defaults: int | float) -> argparse.Argu
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser
-
-
-class BatchEnds(pl.Callback):
-    """When training batches ended, in seconds of ``time.perf_counter``, and their losses.
-
-    Steps overlap, so the mean time between ends is what a step takes.
-    """
-
-    roundpipe_passive_hooks = True
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seconds.append(time.perf_counter())
-        self.losses.append(float(outputs["loss"]))
-
-
-def paper_cases() -> dict[str, Case]:
-    """The paper's cases of its own schedule, by model."""
-    return {case.model: case for case in read_cases() if case.schedule == "roundpipe"}
 
 
 def batches(data: Tensor, size: int) -> DataLoader[Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import torch
-from common import BatchEnds, parser_of, quiet, show, trainer
+from common import Steps, parser_of, quiet, show, trainer
 from matplotlib.axes import Axes
 from rich.progress import track
 from torch import Tensor
@@ -86,7 +86,7 @@ def smollm2() -> Job:
     return Job(pretrained.load, pretrained.tokenizer, 256, 2, 16)
 
 
-class Curve(BatchEnds):
+class Curve(Steps):
     """Training losses of all steps, validation losses with their steps."""
 
     def __init__(self) -> None:

@@ -1,36 +1,26 @@
-"""The paper's measured models (arXiv 2604.27085; RTX 4090, 8192 tokens a microbatch).
+"""The paper's measured models (arXiv 2604.27085; RTX 4090, 8192 tokens a microbatch), and its own schedule's figures.
 
-``conf/cases/paper.json`` has, per model and schedule, the number of layers, their times, the LM head's, the cuts that
-the paper's simulator was given, and, where the paper prints them, the figures that it found. ``stages`` are layers per
-stage. The schedule ``roundpipe`` cuts both passes, ``{"forward": [...], "backward": [...]}``, each in the order in
-which it runs; ``backward`` begins with the fused stage, whose layers no forward stage has.
+``paper_cases.json`` has, per model, the number of layers, their times, the LM head's, and what the paper's simulator
+finds for its schedule. The paper prints the figures of three models; those of GPT-OSS-20B and Qwen3-32B follow by its
+rules.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
-
-Schedule = Literal["1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "roundpipe"]
-
-PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
-
-FIGURES = ("makespan_ms", "bubble_pct", "fill_pct", "switch_pct", "drain_pct", "intra_pct")
-"""Figures of a schedule in the paper: the makespan, and idle time in percent of makespan x workers."""
+from lightning_roundpipe.planning.pipeline import Staleness
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model under one schedule.
+    """One model under the paper's schedule.
 
     Args:
         model: its name.
-        schedule: ``roundpipe`` or one of the baselines.
         workers: number of workers (N).
         microbatches: number of microbatches (M).
         layers: number of equal layers before the LM head.
@@ -39,13 +29,11 @@ class Case:
         head_forward_ms: the LM head's and the loss's forward.
         head_backward_ms: their backward.
         hop_ms: time of a microbatch from one worker to another.
-        forward_stages: layers of each forward stage. A baseline runs these stages in both directions.
-        backward_stages: layers of each backward stage in running order, the fused stage first. Empty for a baseline.
-        expected: the `FIGURES` that the paper reports, or some of them.
+        makespan_ms: what a step alone takes in the paper's simulator.
+        asynchronous_pct: idle time without fill and drain, in percent of makespan x workers.
     """
 
     model: str
-    schedule: Schedule
     workers: int
     microbatches: int
     layers: int
@@ -54,9 +42,8 @@ class Case:
     head_forward_ms: float
     head_backward_ms: float
     hop_ms: float
-    forward_stages: tuple[int, ...]
-    backward_stages: tuple[int, ...] = ()
-    expected: Mapping[str, float] | None = None
+    makespan_ms: float
+    asynchronous_pct: float
 
     def costs(self, scale: float = 1.0) -> Costs:
         """Return costs with a call for each layer and one for the head.
@@ -72,12 +59,15 @@ class Case:
             )
         )
 
+    def papers_seconds(self, staleness: Staleness) -> float:
+        """What the paper's schedule takes for a step alone (0), or for each of many that overlap (1)."""
+        if not staleness:
+            return self.makespan_ms / 1e3
+        work = self.layers * (2 * self.forward_ms + self.backward_ms) + self.head_forward_ms + self.head_backward_ms
+        return self.microbatches * work / (self.workers * (1 - self.asynchronous_pct / 100)) / 1e3
 
-def read_cases() -> list[Case]:
-    """Return the paper's cases."""
-    found = []
-    for case in json.loads(PAPER.read_text()):
-        stages = case.pop("stages")
-        forward, backward = stages.values() if isinstance(stages, dict) else (stages, ())
-        found.append(Case(**case, forward_stages=tuple(forward), backward_stages=tuple(backward)))
-    return found
+
+def read_cases() -> dict[str, Case]:
+    """Return the paper's cases, by model."""
+    cases = [Case(**case) for case in json.loads(Path(__file__).with_suffix(".json").read_text())]
+    return {case.model: case for case in cases}

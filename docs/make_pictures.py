@@ -44,8 +44,6 @@ def draw_plans(out: Path) -> None:
         picture = out / f"plan-staleness-{staleness}.png"
         facts = ["model=llama3_1_8b", "hardware=rtx4090x8", "microbatches=16", f"staleness={staleness}"]
         _command("plan", *facts, f"picture={picture}")
-    script = [sys.executable, ROOT / "benchmarks" / "simulate.py", "llama3.1-8b"]
-    subprocess.run([*script, "--picture", out / "schedules.png"], check=True, stdout=subprocess.DEVNULL)
 
 
 def _command(name: str, *arguments: str) -> None:

@@ -21,7 +21,6 @@ _PARTS = (
     "trainer.refusals",
     "precision",
     "trainer.hook_audit",
-    "reports.monitors",
     "trainer.several_machines",
     "trainer.lookahead",
     "trainer.windows",

@@ -52,13 +52,12 @@ from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.model.token_tiles import run_in_tiles
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.reports.announcements import changed_settings, name_devices
-from lightning_roundpipe.reports.monitors import profile_all_threads
 from lightning_roundpipe.reports.page import write_page
 from lightning_roundpipe.reports.planned import replay_of
 from lightning_roundpipe.reports.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.trainer.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.trainer.evaluation_window import EvaluationWindow
-from lightning_roundpipe.trainer.fit import Fit
+from lightning_roundpipe.trainer.fit import Fit, profile_all_threads
 from lightning_roundpipe.trainer.lookahead import TRANSFER, TakenBatch, transfer_once
 from lightning_roundpipe.trainer.refusals import (
     begin_run,

@@ -24,10 +24,10 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-PROGRAMS = r"(?:roundpipe-(?:train|plan|simulate|export)|python examples/)"
+PROGRAMS = r"(?:roundpipe-(?:train|plan|export)|python examples/)"
 
 NOT_RUN = {
-    r"roundpipe-(train|plan|simulate|export)( -m)?": "the name of a program",
+    r"roundpipe-(train|plan|export)( -m)?": "the name of a program",
     r".*=\.\.\.( .*)?": "a form whose places are to be filled",
     r"roundpipe-export run=last\.ckpt base=Qwen/\S+ to=\S+": "a base model of the hub",
 }
@@ -180,8 +180,6 @@ def fill(folder, installed):
     (folder / "chats" / "sums.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     questions = [{"question": f"{n} + {n}?", "answer": f"It is {2 * n}."} for n in range(80)]
     (folder / "faq.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    for name in ("cases.json", "FILE.json"):
-        shutil.copy(conf / "cases" / "paper.json", folder / name)
     shutil.copy(conf / "hardware" / "cpu.yaml", folder / "my-machine.yaml")
     (folder / "my" / "experiment").mkdir(parents=True)
     shutil.copy(conf / "experiment" / "tiny.yaml", folder / "my" / "experiment" / "orders.yaml")

@@ -38,7 +38,6 @@ def test_what_is_imported_is_there(script):
         "bench_quantized.py --quick",
         "bench_schedule.py --scale 0.01 --steps 1",
         "convergence.py --steps 4 --validations 2 --smoothing 1 --seeds 1 --lr 0.001 --picture PICTURE",
-        "simulate.py",
     ],
 )
 def test_a_benchmark_ends(command, tmp_path):

@@ -173,7 +173,7 @@ class _Walk:
             backward_s=cost.backward_s + loss_backward_s, weight_bytes=weights, gradient_bytes=gradients,
             boundary_bytes=call.boundary, activation_bytes=max(cost.activation_bytes, with_loss, again),
             unpacked_bytes=sum(map(_aligned, copied)), recomputable=self._crossing.recomputable(number),
-            handing_bytes=call.handed if self.emulated else 0, **asdict(call.crossed),
+            handing_bytes=call.handed, **asdict(call.crossed),
         )  # fmt: skip
 
     def _call(self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -7,12 +7,16 @@ optimizer_step ── the update, on a thread of its own where that is possible 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
@@ -20,7 +24,6 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.reports.announcements import Announcements
-from lightning_roundpipe.reports.monitors import clips_by_norm, windows_left
 from lightning_roundpipe.trainer.stepping import Stepping
 from lightning_roundpipe.trainer.windows import Window
 
@@ -55,8 +58,8 @@ class Fit:
         self._window: Window | None = None
         self.announcements = Announcements(trainer, module, engine, str(precision.precision), rank_zero_info)
         self.stepping = Stepping(trainer, module, optimizers, engine, rank_zero_info)
-        engine.planner.windows_left = functools.partial(windows_left, trainer)
-        engine.planner.clips = functools.partial(clips_by_norm, trainer)
+        engine.planner.windows_left = functools.partial(_windows_left, trainer)
+        engine.planner.clips = functools.partial(_clips_by_norm, trainer)
         engine.within_window = self.stepping.is_within_window
         precision.after_backward = None if engine.context.exchange is None else self._sum_gradients
 
@@ -126,3 +129,33 @@ class Fit:
         """Remove what is registered with the trainer, the module, its optimizers and the precision plugin."""
         self.stepping.close()
         self._window = self._precision.after_backward = None
+
+
+# -- what a run takes from Lightning's Trainer -------------------------------------------------------------------------
+
+
+def profile_all_threads(module: LightningModule) -> None:
+    """Let the ``PyTorchProfiler`` of the module's trainer, if there is one, record the workers' threads.
+
+    Call it before the run's first profiled action. It keeps an ``experimental_config`` that the user has set.
+    """
+    profiler = getattr(module._trainer, "profiler", None)
+    if isinstance(profiler, PyTorchProfiler):
+        with contextlib.suppress(TypeError, AttributeError):  # older versions of torch cannot
+            everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            profiler._profiler_kwargs.setdefault("experimental_config", everywhere)
+
+
+def _windows_left(trainer: Trainer) -> float:
+    """Return how many windows the trainer will still train on; infinite if no setting says so. Its loops are set up."""
+    steps, of_all = trainer.max_steps, trainer.num_training_batches
+    by_steps = math.inf if steps == -1 else steps - trainer.global_step
+    epochs = trainer.max_epochs
+    by_epochs = math.inf if epochs in (None, -1) else (epochs - trainer.current_epoch) * of_all
+    return max(0.0, min(by_steps, by_epochs / trainer.accumulate_grad_batches))
+
+
+def _clips_by_norm(trainer: Trainer) -> bool:
+    """Return whether the trainer clips gradients by their common norm."""
+    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM  # Lightning's default
+    return bool(trainer.gradient_clip_val) and GradClipAlgorithmType(algorithm) is GradClipAlgorithmType.NORM

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import BatchEncoding
 
-from lightning_roundpipe import Microbatches
-from lightning_roundpipe.batches.cutting import cut, samples_in
+from lightning_roundpipe.batches.cutting import cut
 from lightning_roundpipe.batches.outputs import joined
 from lightning_roundpipe.batches.weights import weighted_mean
 
@@ -40,11 +39,6 @@ def test_an_empty_batch_is_one_microbatch(count):
     assert cut({"x": empty}, count, None if count else 3)[0]["x"] is empty
 
 
-def test_microbatches_need_an_element():
-    with pytest.raises(ValueError, match="needs at least one microbatch"):
-        cut(Microbatches([]), None, None)
-
-
 def test_parts_are_views_and_the_batch_is_not_changed():
     """A batch of images is not copied, and callbacks are given the whole batch after the step."""
     x = torch.arange(10).reshape(5, 2)
@@ -56,14 +50,6 @@ def test_parts_are_views_and_the_batch_is_not_changed():
             assert cut_x.equal(rows)
             assert cut_x.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert batch["enc"]["ids"] is batch["user"]["ids"] is batch["fields"].x is batch["list"][0] is x
-
-
-@pytest.mark.parametrize(
-    ("part", "samples"),
-    [(torch.ones(3, 2), 3), ({"scalar": torch.tensor(1.0), "names": ["a"], "x": torch.ones(5)}, 5), (["a", "b"], 1)],
-)
-def test_samples_of_a_microbatch(part, samples):
-    assert samples_in(part) == samples
 
 
 def test_outputs_of_parts_are_joined():

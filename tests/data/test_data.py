@@ -73,7 +73,7 @@ def test_a_loader_goes_on_where_its_state_was_taken():
 def test_a_loader_goes_on_after_the_samples_that_were_taken():
     """With another batch size it went on after as many batches, so that samples came twice or not at all."""
     size = 3
-    first = RandomTokens(50, 8, batch_size=2, sequences=12).train_dataloader()
+    first = RandomTokens(50, 8, batch_size=2, sequences=12, num_workers=1).train_dataloader()  # it fetches ahead
     whole = torch.cat([batch["input_ids"] for batch in RandomTokens(50, 8, 2, sequences=12).train_dataloader()])
     iterator = iter(first)
     for _ in range(3):
@@ -112,23 +112,23 @@ def test_it_is_said_that_an_epoch_goes_on_with_other_samples():
         second.load_state_dict(first.state_dict())
 
 
-def test_settings_that_cannot_be_are_named():
-    with pytest.raises(ValueError, match=r"data=topics needs the model's tokenizer"):
-        PackedText({"a": "b"}, None, 16, 4)
-    with pytest.raises(ValueError, match=r"data\.sequence_length=1 "):
-        packed(sequence_length=1)
-    for settings in ({"vocab_size": 0}, {"vocab_size": -3}, {"sequences": 0}, {"sequences": -1}, {"batch_size": 0}):
-        [(name, value)] = settings.items()
-        with pytest.raises(ValueError, match=rf"^data\.{name}={value} must be at least 1\.$"):
-            RandomTokens(**({"vocab_size": 50, "sequence_length": 8, "batch_size": 2} | settings))
-    for make in (lambda: RandomTokens(50, 8, 2, num_workers=-1), lambda: packed(num_workers=-1)):
-        with pytest.raises(
-            ValueError, match=r"^data\.num_workers=-1 must be at least 0, which loads in this process\.$"
-        ):
-            make()
-    with pytest.raises(ValueError, match=r"^data\.max_validation_sequences=0 must be at least 1\.$"):
-        packed(max_validation_sequences=0)
-    with pytest.raises(ValueError, match=r"data\.sequence_length=5000 is longer than all text for training"):
-        packed(sequence_length=5000)
-    with pytest.raises(ValueError, match=r"data\.batch_size=1000 is more than there are sequences for training, \d+"):
-        packed(batch_size=1000).train_dataloader()
+def random_tokens(**settings):
+    return RandomTokens(**({"vocab_size": 50, "sequence_length": 8, "batch_size": 2} | settings))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (packed, {"sequence_length": 1}, r"data\.sequence_length=1 "),
+        *((random_tokens, {name: 0}, rf"data\.{name}=0 must be at least 1\.$")
+          for name in ("vocab_size", "sequences", "batch_size")),
+        *((make, {"num_workers": -1}, r"data\.num_workers=-1 must be at least 0, which loads in this process\.$")
+          for make in (packed, random_tokens)),
+        (packed, {"max_validation_sequences": 0}, r"data\.max_validation_sequences=0 must be at least 1\.$"),
+        (packed, {"sequence_length": 5000}, r"data\.sequence_length=5000 is longer than all text for training"),
+        (packed, {"batch_size": 1000}, r"data\.batch_size=1000 is more than there are sequences for training, \d+"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_named(make, settings, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make(**settings).train_dataloader()

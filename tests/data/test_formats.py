@@ -97,6 +97,8 @@ def test_only_completions_are_learnt(name, kind, tmp_path):
     [
         ({"instruction": "the", "output": "be"}, CHATTED.replace(" Ċ Ċ ab", "")),
         ({"instruction": "the", "input": " ", "output": "be"}, CHATTED.replace(" Ċ Ċ ab", "")),
+        # Alpaca's own files have its prompt written out beside the fields.
+        (RECORDS["instruction"][0] | {"text": "the ab"}, CHATTED),
         # Columns of other records are null in this one.
         ({"text": None, "prompt": "the", "completion": " be"}, "the [Ġbe] [<end>]"),
         # ShareGPT's list with the other pair of fields, and the other way round.
@@ -107,26 +109,12 @@ def test_what_is_written_in_other_ways_is_the_same(record, expected, tmp_path):
     assert shown(module(write(tmp_path, "jsonl", [record]))) == expected
 
 
-def test_a_text_beside_other_fields_is_not_read(tmp_path):
-    """Alpaca's own files have its prompt written out beside the fields."""
-    path = write(tmp_path, "jsonl", [RECORDS["instruction"][0] | {"text": "the ab"}])
-    assert shown(module(path)) == CHATTED
-
-
 PLAIN_TEXT = "### User:\nthe\n\nab\n\n### Assistant:\nbe<end>\n\n"
 
 
-def test_without_a_chat_template_there_is_an_error_or_a_plain_format(tmp_path):
-    path = write(tmp_path, "json", [RECORDS["text"][0], *[RECORDS["instruction"][0]] * 3])
-    bare = {"tokenizer": tiny_tokenizer(None)}
-    with pytest.raises(
-        ValueError,
-        match=r"^data\.path: a\.json .* record 2 and 2 more: it is a conversation, and the tokenizer has no chat "
-        r"template\. Set data\.chat_template to plain",
-    ):
-        module(path, **bare).prepare_data()
+def test_without_a_chat_template_there_is_a_plain_format(tmp_path):
     path = write(tmp_path, "json", [RECORDS["instruction"][0]])
-    plain = module(path, **bare, chat_template="plain")
+    plain = module(path, tokenizer=tiny_tokenizer(None), chat_template="plain")
     row = next(iter(plain.val_dataloader()))
     ids = row["input_ids"][0, : int(row["attention_mask"].sum())]
     assert tiny_tokenizer().decode(ids) == f"<begin>{PLAIN_TEXT}"

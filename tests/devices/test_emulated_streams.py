@@ -2,10 +2,11 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from patience import PATIENCE_S, join, longer_each_try
+from patience import PATIENCE_S, longer_each_try
 
 from lightning_roundpipe.devices import StreamAborted, StreamError, emulated_streams
 
@@ -138,33 +139,18 @@ def test_an_error_reaches_every_waiter_and_later_caller(make_all):
     assert dst.item() == 1
 
 
-def in_thread(work):
-    errors = []
-
-    def run():
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, errors
-
-
 def test_abort_wakes_waiters_and_stops_later_ones_until_reset(make):
     device = make(bandwidth=1000)
     dst = torch.zeros(100_000, dtype=torch.uint8)  # 100 s
     device.weights_up.copy(dst, torch.ones_like(dst))
     event, reached = device.weights_up.record(), device.compute.record()
     device.activations_down.wait(event)
-    waiters = [in_thread(event.wait), in_thread(event.wait), in_thread(device.activations_down.synchronize)]
-    time.sleep(0.05)
-    assert all(thread.is_alive() for thread, _ in waiters)
-    device.abort()
-    for thread, errors in waiters:
-        join([thread])
-        assert [type(error) for error in errors] == [StreamAborted]
+    with ThreadPoolExecutor(3) as threads:
+        waiters = [threads.submit(wait) for wait in (event.wait, event.wait, device.activations_down.synchronize)]
+        time.sleep(0.05)
+        assert not any(waiter.done() for waiter in waiters)
+        device.abort()
+        assert [type(waiter.exception(PATIENCE_S)) for waiter in waiters] == [StreamAborted] * 3
     with pytest.raises(StreamAborted), device.acquire_core():
         pass
     for stream in (device.compute, device.weights_up):
@@ -201,11 +187,11 @@ def test_threads_start_on_first_use_and_close_joins_them(make):
     big = torch.zeros(100_000, dtype=torch.uint8)
     device.weights_up.copy(big, big.clone())  # would take 100 s
     pending = device.weights_up.record()
-    waiter, errors = in_thread(pending.wait)
-    device.close()
-    assert our_threads() == []
-    join([waiter])
-    assert isinstance(errors[0], StreamAborted)
+    with ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(pending.wait)
+        device.close()
+        assert our_threads() == []
+        assert isinstance(waiter.exception(PATIENCE_S), StreamAborted)
     with pytest.raises(StreamAborted, match="closed"):
         device.weights_up.record()
     assert our_threads() == []

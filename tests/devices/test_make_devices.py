@@ -9,23 +9,9 @@ import torch
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 
-CPU = torch.device("cpu")
 
-
-def test_devices_are_numbered_and_emulated_as_asked():
-    devices = make_devices("cpu", [CPU, CPU, CPU], Emulation(memory="1KiB"))
-    try:
-        assert [device.index for device in devices] == [0, 1, 2]
-        assert all(device.torch_device == CPU and device.capacity() == 1024 for device in devices)
-        assert [s.name for s in devices[1].streams] == [
-            f"roundpipe-dev1-{name}"
-            for name in ("compute", "weights_up", "activations_up", "arrivals_up", "activations_down", "gradients_down")
-        ]
-        with devices[0].activate(), devices[0].compute.running(), devices[0].weights_up.running():
-            assert torch.ones(1).device == CPU
-    finally:
-        for device in devices:
-            device.close()
+def test_devices_are_numbered(make_all):
+    assert [device.index for device in make_all(3)] == [0, 1, 2]
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

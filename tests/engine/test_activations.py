@@ -4,15 +4,12 @@ import weakref
 
 import torch
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.events import Recorder
 
 
-def test_a_tensor_is_saved_once_while_it_lives():
+def test_a_tensor_is_saved_once_while_it_lives(device):
     """Each stage that takes it finds the same values, also if no call keeps them; they do not outlive it."""
-    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     activations = Activations(0, Recorder(), device)
     tensor = torch.ones(4)
     saved = weakref.ref(activations.save(tensor, device).tensor)

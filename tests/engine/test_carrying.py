@@ -178,17 +178,9 @@ def train(block, plan=PLAN, devices=2, **options):
 
 
 BLOCKS = [
-    Products,
-    WritesToProducts,
-    ReturnsProducts,
-    Checkpoints,
-    Transforms,
-    Compiled,
-    Differentiates,
-    Alternates,
-    Float8,
+    Products, WritesToProducts, ReturnsProducts, Checkpoints, Transforms, Compiled, Differentiates, Alternates, Float8,
     Many,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from harness import Learner, ours
+from harness import Learner, ours, run
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_roundpipe.devices import emulated_work
@@ -58,7 +56,7 @@ class Module(Learner, lr=0.001):
         self.layers = nn.ModuleList(Slow() for _ in range(9))
 
     def training_step(self, batch, batch_idx):
-        h = batch[0]
+        h = batch
         for layer in self.layers:
             h = layer(h)
         return h.mean()
@@ -66,12 +64,7 @@ class Module(Learner, lr=0.001):
 
 def fit(bandwidth):
     strategy = ours(num_microbatches=4, layers=["Slow"], carry_products=True, emulation={"bandwidth": bandwidth})
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=4))
-    return dict(strategy.report())
+    return run(strategy, Module(), torch.ones(4, 4), steps=4, devices=2, watch=False).report
 
 
 def test_a_fast_link_carries_and_is_faster_than_any_recomputation():

@@ -11,8 +11,6 @@ from ordering import Ordering
 from patience import longer_each_try
 from torch import nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.devices.queued import ThreadEvent
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.slots import Slot, SlotGradients
@@ -70,9 +68,8 @@ def test_its_place_is_free_behind_all_that_uses_it(times):
     assert all(ordered)
 
 
-def test_a_place_that_sends_nothing_is_free_behind_what_computes(monkeypatch):
+def test_a_place_that_sends_nothing_is_free_behind_what_computes(device, monkeypatch):
     """Who gets its gradients' memory waits for their copies alone, and no copy has waited for the worker."""
-    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     sender, memory, computed = GradientSender(device), SlotMemory(device), ThreadEvent("compute", device._switch, False)
     spec = SimpleNamespace(scope=CancelScope(), readiness=None)
     slot = Slot(0, 0, "backward", [], [], [0], spec, SlotGradients())
@@ -88,12 +85,10 @@ def test_a_place_that_sends_nothing_is_free_behind_what_computes(monkeypatch):
     finally:
         sender.stop()
         sender.join()
-        device.close()
 
 
-def test_gradients_behind_others_take_no_room():
+def test_gradients_behind_others_take_no_room(device):
     """Those that come before may need it, and what waits behind them would give it back only after them."""
-    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
     sender, before, asked, scope = GradientSender(device), Waiter(), [], CancelScope()
 
     def make_room(cancel_scope=None):
@@ -115,4 +110,3 @@ def test_gradients_behind_others_take_no_room():
         before.wake()
         sender.stop()
         sender.join()
-        device.close()

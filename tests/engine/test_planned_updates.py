@@ -24,7 +24,7 @@ class Net(Learner):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "options", "at_once", "nbytes"),
+    ("given", "options", "at_once", "nbytes"),
     [
         ({}, {}, False, 28),
         ({"gradient_clip_val": 0.5}, {}, True, 28 + 8),
@@ -34,19 +34,13 @@ class Net(Learner):
         ({}, {"staleness": 1}, False, 32),
         ({"precision": "16-true"}, {}, True, 30),
         ({}, {"optimizer_state": "bf16"}, False, 20),
+        ({"blocking": True}, {}, False, 28),
     ],
 )
-def test_rules_of_updates(monkeypatch, trainer, options, at_once, nbytes):
+def test_rules_of_updates(monkeypatch, given, options, at_once, nbytes):
     seen, rules = [], Planner._rules
     monkeypatch.setattr(Planner, "_rules", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
-    run(ours(num_microbatches=2, **options), Net(), torch.ones(4, 4), devices=2, steps=1, **trainer)
+    run(ours(num_microbatches=2, **options), Net(), torch.ones(4, 4), devices=2, steps=1, **given)
     [found] = seen
-    assert (found.updates.at_once, found.updates.blocking) == (at_once, False)
+    assert (found.updates.at_once, found.updates.blocking) == (at_once, "blocking" in given)
     assert found.sums_per_s / found.updates.bytes_per_s == pytest.approx(nbytes / 12)
-
-
-def test_updates_that_block(monkeypatch):
-    seen, rules = [], Planner._rules
-    monkeypatch.setattr(Planner, "_rules", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
-    run(ours(num_microbatches=2), Net(), torch.ones(4, 4), devices=2, steps=1, blocking=True)
-    assert [one.updates.blocking for one in seen] == [True]

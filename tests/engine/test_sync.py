@@ -115,30 +115,6 @@ def test_a_failure_ends_every_wait(seed):
     baton.acquire(Runner(CancelScope()))  # nobody has kept it
 
 
-def test_the_lowest_rank_goes_first():
-    baton, scope, order = Baton(), CancelScope(), list[int]()
-    main = Runner(scope)
-    baton.acquire(main)
-    waiting = threading.Semaphore(0)
-
-    def run(rank):
-        waiting.release()
-        runner = Runner(scope, rank)
-        baton.acquire(runner)
-        order.append(rank)
-        baton.release()
-
-    def release():
-        for _ in range(4):
-            assert waiting.acquire(timeout=PATIENCE_S)
-        while len(baton._ready) < 4:
-            time.sleep(1e-3)
-        baton.release()
-
-    together([*(lambda rank=rank: run(rank) for rank in (3, 1, 2, 0)), release])
-    assert order == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("handed", [False, True], ids=["in the queue", "handed over"])
 def test_who_gives_up_waiting_for_the_baton_does_not_keep_it(handed):
     """As the main thread does on Ctrl-C, or when the watchdog barks."""

@@ -145,8 +145,7 @@ def test_a_base_model_that_is_quantised(base, adapters, tmp_path):
 
 
 def test_settings(adapters, tmp_path):
-    to = tmp_path / "to"
-    refused(r"^dtype='int4' must be one of auto", adapters, to, dtype="int4")
+    refused(r"^dtype='int4' must be one of auto", adapters, tmp_path / "to", dtype="int4")
 
 
 def test_a_folder_that_is_there(base, adapters, tmp_path):

@@ -30,16 +30,6 @@ def handlers():
     assert after in (signal.default_int_handler, signal.SIG_IGN), after
 
 
-def test_it_is_held_back_until_the_end():
-    reached = []
-    with pytest.raises(KeyboardInterrupt):
-        with interrupts_deferred():
-            press()
-            reached.append("the end")
-        reached.append("behind it")
-    assert reached == ["the end"]
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_it_comes_where_it_may(before):
     """Also one that came before that."""

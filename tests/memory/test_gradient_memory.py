@@ -14,8 +14,7 @@ from harness import Learner, ours, run
 from patience import PATIENCE_S
 from torch import nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Event, make_devices
+from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
@@ -195,14 +194,12 @@ def test_where_all_gradients_are_needed_each_layer_has_memory(why, monkeypatch):
 
 
 @pytest.fixture
-def layer():
-    [device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+def layer(device):
     module = nn.Linear(SIZE, SIZE, bias=False)
     [made] = host_layers({"layer": module}, device, Formats(), double_buffered=False, mapped=())
     make_buckets([made], module.parameters())
     made.device = device
-    yield made
-    device.close()
+    return made
 
 
 class _Step:

@@ -1,21 +1,11 @@
 """Masters in flat host buffers, and gradients that come back."""
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.host_layer import host_layers
-
-
-@pytest.fixture
-def device():
-    [made] = make_devices("cpu", [torch.device("cpu")], Emulation())
-    yield made
-    made.close()
 
 
 def test_masters_stay_who_they_are(device):

@@ -2,13 +2,11 @@
 
 import threading
 
-import pytest
 import torch
 from patience import PATIENCE_S
 from torch import nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Event, make_devices
+from lightning_roundpipe.devices import Event
 from lightning_roundpipe.memory.module_buffers import HostBuffers
 
 
@@ -26,13 +24,6 @@ class OnItsWay(Event):
 
     def done(self):
         return self.over.is_set()
-
-
-@pytest.fixture
-def device():
-    [made] = make_devices("cpu", [torch.device("cpu")], Emulation())
-    yield made
-    made.close()
 
 
 def test_a_call_loads_its_buffers_while_user_code_waits_for_others(device):

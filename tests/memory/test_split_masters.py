@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from harness import trainer_of
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -72,18 +73,12 @@ class Net(LightningModule):
         return cls(self.parameters(), lr=lr)
 
 
-def fit(
-    precision, *callbacks, module=None, epochs=2, save=None,
-    resume=None,
-):  # fmt: skip
+def fit(precision, *callbacks, module=None, epochs=2, save=None, resume=None):
     module = module or Net()
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.randn(48, 24), torch.randint(0, 3, (48,))), batch_size=6)
-    trainer = Trainer(
-        strategy="roundpipe", accelerator="cpu", devices=2, precision=precision, max_epochs=epochs, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-        accumulate_grad_batches=2,
-    )  # fmt: skip
+    options = {"callbacks": list(callbacks), "accumulate_grad_batches": 2, "num_sanity_val_steps": 2}
+    trainer = trainer_of("roundpipe", devices=2, precision=precision, max_epochs=epochs, **options)
     trainer.fit(module, data, data, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -137,15 +132,6 @@ class Writes(Net):
         self.head.weight.data.copy_(before)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_evaluations_may_write_to_weights(precision, monkeypatch):
-    shared = fit(precision, module=Writes())
-    apart(monkeypatch)
-    separate = fit(precision, module=Writes())
-    assert shared.evaluated == separate.evaluated
-    assert torch.allclose(values(shared), values(separate), rtol=2**-22, atol=0.0)
-
-
 class Keeps(Net):
     """Asks for the whole state in evaluations, before and after, and keeps tensors of weights."""
 
@@ -157,10 +143,13 @@ class Keeps(Net):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_evaluations_may_keep_weights(precision, monkeypatch):
-    shared = fit(precision, module=Keeps())
+@pytest.mark.parametrize("kind", [Writes, Keeps])
+def test_evaluations_may_write_to_weights_and_keep_them(kind, precision, monkeypatch):
+    shared = fit(precision, module=kind())
     apart(monkeypatch)
-    assert shared.evaluated == pytest.approx(fit(precision, module=Keeps()).evaluated, rel=1e-6)
+    separate = fit(precision, module=kind())
+    assert shared.evaluated == pytest.approx(separate.evaluated, rel=1e-6)
+    assert torch.allclose(values(shared), values(separate), rtol=2**-22, atol=0.0)
 
 
 class Asks(Net):

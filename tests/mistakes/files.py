@@ -94,14 +94,9 @@ CHECKPOINTS = [
 # -- models ------------------------------------------------------------------------------------------------------------
 
 LLAMA = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def _folder(change, **options):

@@ -60,34 +60,13 @@ PLANS = [
         (options(layers=["model.blocks.0", "model.blocks.0.up"]),)),
     Mistake(SECTION, "`plan` leaves out a call, has one twice, has more than the trace, or has stages in another order",
         "plan: the … pass must run each of the … of the trace once, in order", "leave plan= unset to have one made",
-        tuple(
-            options(plan=f"{stages}; round 2")
-            for stages in (
-                "forward 0-1; fused 3-5; backward 0-2",
-                "forward 0-1; fused 2-4; backward 0-1",  # and ends before the trace does
-                "forward 0-2; fused 2-5; backward 0-1",
-                "forward 0-2; fused 3-5; backward 1-2 0-1",
-                "forward 2-3 0-1; fused 4-5; backward 2-3 0-1",
-                "forward 0-1 2-3; fused 4-5; backward 0-1 2-3",
-                "forward 0-3; fused 4-9; backward 0-3",
-            )
-        )),
+        (options(plan="forward 0-1; fused 3-5; backward 0-2; round 2"),)),
     Mistake(SECTION, "`plan` carries calls of the fused stage, or none of the trace",
         "plan: carry … names call …, which no backward stage runs", "Leave it out",
         tuple(options(plan=f"forward 0-3; fused 4-5; backward 0-3; round 2; carry {calls}") for calls in ("3-4", "6"))),
     Mistake(SECTION, "`plan` lacks a part, has one twice, or is no plan at all", "plan: '…' is no plan",
         "expected text like 'forward …; fused …; backward …; round 4'",
-        tuple(
-            options(plan=text)
-            for text in (
-                "first this, then that",
-                "forward 0-3; fused 4-5; backward 0-3; round 2; round 3",
-                "forward; fused 0-5; backward none; round 2",
-                "forward 0-3; fused 4 5; backward 0-3; round 2",
-                "forward 0-3; fused 4-5; backward 0-3; round two",
-                "forward 0-3; fused 4-5; backward 0-3; round 99999999999999999999",
-            )
-        )),
+        (options(plan="first this, then that"),)),
     Mistake(SECTION, "`plan` has a range backwards", "plan: … is not a span of calls",
         "write the lower call first, counting from 0",
         (options(plan="forward 0-3; fused 4-5; backward 3-0; round 2"),)),

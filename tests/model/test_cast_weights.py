@@ -36,9 +36,3 @@ def test_autocast_reaches_what_an_operator_calls(depth):
     assert found.dtype is plain.dtype is dtype
     assert torch.equal(found, torch.nn.functional.linear(x.to(dtype), weight.to(dtype)))
     assert precise.dtype is torch.float32
-
-
-def test_without_autocast_nothing_changes():
-    x, weight = torch.randn(2, 3), torch.randn(4, 3)
-    with Watching():
-        assert product(x, weight).dtype is torch.float32

@@ -10,14 +10,9 @@ from lightning_roundpipe.model.loading import from_config, from_folder, from_nam
 from lightning_roundpipe.model.quantize import is_quantized
 
 SETTINGS = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def logits(loaded):

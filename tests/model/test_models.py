@@ -2,16 +2,13 @@
 
 import functools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from export_runs import train
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from lightning_roundpipe import train
 
 LARGE = {  # parameters as published (tied ones once), layers, hidden size, query heads, key heads, vocabulary, tied
     "qwen3_1_7b": (1_720_574_976, 28, 2048, 16, 8, 151_936, True),
@@ -37,15 +34,6 @@ PUBLISHED = {  # parameters of further choices, of the safetensors files on the 
     "gemma3_27b": 27_016e6,
     "llama3_3_70b": 70_553_706_496,
 }
-SMALL = [
-    "trainer=cpu",
-    "callbacks=none",
-    "logger=none",
-    "prompt=null",
-    "trainer.max_steps=1",
-    "strategy.microbatch_size=2",
-]
-SHORT = ["data.sequence_length=32", "data.batch_size=4", "data.sequences=4", "trainer.devices=2"]
 
 
 @functools.cache
@@ -101,25 +89,16 @@ def test_twins_run_the_same_code(name):
         assert (getattr(b, count, 0) > 1) == (getattr(a, count, 0) > 1)
 
 
-def summary_of(monkeypatch, capfd, *arguments):
-    """What ``roundpipe-train`` leaves with these arguments."""
-    if not any(argument.startswith("experiment=") for argument in arguments):
-        arguments = ("experiment=random_tokens", *arguments)
-    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
-    monkeypatch.setattr(train, "_quiet", lambda: None)  # it takes over what pytest listens with
-    train.main()
-    return json.loads((Path(capfd.readouterr().out.splitlines()[-1]) / "summary.json").read_text())
-
-
-pytestmark = pytest.mark.usefixtures("working_folder")
 ADAPTERS = [("llama3_1_8b", "attention"), ("qwen3_1_7b", "all_linear"), ("gpt_oss_20b", "moe_experts")]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "lora"), ADAPTERS)
-def test_twins_train_with_adapters(name, lora, monkeypatch, capfd):
-    arguments = ["optimizer.lr=0.1", "trainer.max_steps=2", f"model=tiny_{name}", f"lora={lora}"]
-    summary = summary_of(monkeypatch, capfd, *SMALL, *SHORT, *arguments)
+def test_twins_train_with_adapters(name, lora, tmp_path):
+    short = ["data.sequence_length=32", "data.batch_size=4", "data.sequences=4"]
+    devices = ["trainer=cpu", "trainer.devices=2", "strategy=roundpipe", "strategy.microbatch_size=2"]
+    train(tmp_path / "run", *short, *devices, "optimizer.lr=0.1", f"model=tiny_{name}", f"lora={lora}")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["val_loss_after"] != summary["val_loss_before"]

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from harness import assert_identical, assert_same, ours, run
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -17,7 +16,6 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model import quantize, quantize_experts, quantize_loader
 from lightning_roundpipe.model.loading import from_config, from_folder
 from lightning_roundpipe.model.quantize_experts import ExpertWeights
-from lightning_roundpipe.tasks import CausalLM
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -257,18 +255,12 @@ def test_a_saved_model_is_the_same(folders, tmp_path, name, size, way):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_transformers_reads_what_we_write(folders, tmp_path, kind):
-    model = quantize.from_pretrained(folders["llama"], kind)
-    model.save_pretrained(tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
-    assert torch.equal(logits(theirs), logits(model))
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_we_read_what_transformers_writes(folders, tmp_path, kind):
-    theirs = by_hand(folders["llama"], kind)
-    theirs.save_pretrained(tmp_path)
-    assert torch.equal(logits(from_folder(tmp_path).model), logits(theirs))
+def test_transformers_reads_what_we_write_and_we_what_it_writes(folders, tmp_path, kind):
+    ours, theirs = quantize.from_pretrained(folders["llama"], kind), by_hand(folders["llama"], kind)
+    ours.save_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours", device_map="cpu")), logits(ours))
+    assert torch.equal(logits(from_folder(tmp_path / "theirs").model), logits(theirs))
 
 
 def _adapted():
@@ -288,39 +280,6 @@ def test_models_that_cannot_be_packed_are_refused(make, words):
     """A model in four bits was called one in eight, and adapters were packed."""
     with pytest.raises(ValueError, match=words):
         quantize.quantize(make(), "int8")
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
-def adapted(model, targets):
-    torch.manual_seed(2)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
-    return CausalLM(model, functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), lora=lora)
-
-
-@pytest.mark.parametrize(("name", "precision"), [("llama", "bf16-mixed"), *((name, "32-true") for name in EXPERTS)])
-def test_the_strategy_trains_them_as_plain_lightning(folders, name, precision):
-    """Losses, gradients of adapters, and the same bits on more devices."""
-    task = adapted(from_folder(folders[name], quantization="nf4").model, ["q_proj", "k_proj", "v_proj", "o_proj"])
-    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (2, 4, 9))]
-    options = {"num_microbatches": 2}
-    first = run(ours(**options), task, batches, precision=precision)
-    assert_identical(first, run(ours(**options), task, batches, devices=2, precision=precision))
-    if precision == "32-true":
-        assert_same(run("auto", task, batches), first)
-
-
-@pytest.mark.parametrize("target", ["all-linear", "experts"])
-def test_adapters_in_packed_experts_are_refused(folders, target):
-    lora = (
-        LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
-        if target == "all-linear"
-        else LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    )
-    model = from_folder(folders["qwen3_moe"], quantization="nf4").model
-    with pytest.raises(ValueError, match=r"adapters in experts that are quantised \(.*experts\.\w+\).*lora=attention"):
-        CausalLM(model, torch.optim.SGD, lora=lora)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

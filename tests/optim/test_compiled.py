@@ -10,19 +10,9 @@ from lightning_roundpipe.optim.split_masters import SplitTensor
 LENGTH = 100_003
 """Enough for two threads, and no multiple of a vector or a block."""
 EDGES = (
-    0x0,
-    0x1,
-    0x8000,
-    0x18000,
-    0x7FFFFF,
-    0x800000,
-    0x3F808000,
-    0x7F7F8000,
-    0x7F7FFFFF,
-    0x7F800000,
-    0x7F800001,
+    0x0, 0x1, 0x8000, 0x18000, 0x7FFFFF, 0x800000, 0x3F808000, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x7F800001,
     0x7FFFFFFF,
-)
+)  # fmt: skip
 """Bits of zero, subnormal numbers, ties, the largest numbers, infinity and NaN."""
 
 

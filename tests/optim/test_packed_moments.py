@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from harness import ours, trainer_of
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.packed_moments import (
     BLOCK,
@@ -41,20 +41,14 @@ class Net(LightningModule):
         return self.optimizer(self.parameters(), lr=3e-3)
 
 
-def fit(
-    form, tmp=None, *, epochs=3, resume=None, precision="32-true",
-    optimizer=torch.optim.AdamW, callbacks=None,
-    module=None,
-):  # fmt: skip
+def fit(form, tmp=None, *, epochs=3, resume=None, optimizer=torch.optim.AdamW, module=None, **options):
+    """Train with moments in that form, or plainly."""
     torch.manual_seed(1)
     x = torch.randn(96, 40)
     data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()), batch_size=12)
     module = module or Net(optimizer)
-    trainer = Trainer(
-        strategy=RoundPipeStrategy(optimizer_state=form), accelerator="cpu", devices=2, max_epochs=epochs,
-        precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=callbacks,
-    )  # fmt: skip
+    strategy = "auto" if form == "plain" else ours(optimizer_state=form)
+    trainer = trainer_of(strategy, devices=1 if form == "plain" else 2, max_epochs=epochs, **options)
     trainer.fit(module, data, ckpt_path=resume)
     if tmp is not None:
         trainer.save_checkpoint(tmp / "last.ckpt")
@@ -190,13 +184,7 @@ def test_bf16_parameters_have_bf16_moments_of_their_own(tmp_path):
 
 def test_plain_lightning_takes_a_checkpoint_in_bf16(tmp_path):
     fit("bf16", tmp_path, epochs=1)
-    module = Net()
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    x = torch.randn(96, 40)
-    trainer.fit(module, DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 12), ckpt_path=tmp_path / "last.ckpt")
+    _, trainer = fit("plain", epochs=2, resume=tmp_path / "last.ckpt")
     assert {state["exp_avg"].dtype for state in states(trainer)} == {torch.float32}
 
 
@@ -204,11 +192,6 @@ def test_plain_lightning_takes_a_checkpoint_in_bf16(tmp_path):
 def test_an_optimizer_without_such_moments_is_refused(optimizer):
     with pytest.raises(Exception, match=r"optimizer_state='bf16' .* Set optimizer_state='fp32'"):
         fit("bf16", optimizer=optimizer)
-
-
-def test_an_unknown_form_is_refused():
-    with pytest.raises(ValueError, match=r"optimizer_state='fp8' is no form"):
-        RoundPipeStrategy(optimizer_state="fp8")
 
 
 def test_bf16_rounds_without_bias_and_falls():
@@ -233,16 +216,6 @@ def test_int8_keeps_the_nearest_code(signed, length):
     nearest = (blocks / largest[:, None])[..., None].sub(dynamic_map(signed)).abs().amin(-1) * largest[:, None]
     off = (moment.load(0, length, torch.empty(length)) - numbers).abs()
     assert (off <= nearest.flatten()[:length] + numbers.abs() * 2**-7 + 1e-12).all()
-
-
-@pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_packing_again_changes_nothing(form):
-    torch.manual_seed(0)
-    state = {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 90), "exp_avg_sq": torch.rand(7, 90)}
-    pack(state, form)
-    again = unpacked(state)
-    pack(again, form)
-    assert all(torch.equal(again[key], state[key]) for key in state)
 
 
 def test_the_dynamic_map_is_that_of_bitsandbytes():

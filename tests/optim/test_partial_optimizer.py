@@ -74,22 +74,18 @@ def clones(grads):
     return [None if grad is None else grad.clone() for grad in grads]
 
 
-def assert_same(ours, plain, close=False):
-    """Equal in keys and values; to the bit unless ``close``."""
+def assert_same(ours, plain):
+    """Equal in keys and values, to the bit."""
     if isinstance(plain, Tensor):
-        assert ours.dtype == plain.dtype and ours.shape == plain.shape and ours.device == plain.device
-        if close:
-            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
-        else:
-            assert torch.equal(ours, plain)
+        assert ours.dtype == plain.dtype and ours.device == plain.device and torch.equal(ours, plain)
     elif isinstance(plain, dict):
         assert ours.keys() == plain.keys()
         for key, value in plain.items():
-            assert_same(ours[key], value, close)
+            assert_same(ours[key], value)
     elif isinstance(plain, (list, tuple)):
         assert type(ours) is type(plain) and len(ours) == len(plain)
         for mine, other in zip(ours, plain, strict=True):
-            assert_same(mine, other, close)
+            assert_same(mine, other)
     else:
         assert ours == plain
 

@@ -67,15 +67,6 @@ def test_products_with_few_flops_are_computed_again():
     assert replace(plan, carry_least=0) == Plan.parse(str(plan).removesuffix(" from 28"))
 
 
-def test_a_call_that_is_not_carried_is_computed_again():
-    costs = carried(3, 20)
-    whole, first, none = (
-        run_steps(Plan.parse(f"forward 0-1; fused 2; backward 0-1; round 1{text}"), costs, 1, 1).makespan_s
-        for text in ("; carry 0-1", "; carry 0", "")
-    )
-    assert (whole, first, none) == (9.5, 10.25, 11)
-
-
 def test_unequal_workers_leave_out_products_at_their_own_speed():
     slow = carried(2, 0).at_speeds([1.0, 0.5]).on(1).carrying([0])
     assert (slow.calls[0].forward_s, slow.calls[1].forward_s) == (0.5, 2.0)

@@ -7,27 +7,6 @@ from planning.making import call, even
 from lightning_roundpipe.planning import Costs
 
 
-@pytest.mark.parametrize(
-    ("phase", "seconds", "weights", "gradients", "total"),
-    [
-        ("forward", 3.0, 600, 0, 600 + 30),
-        ("fused", 9.0, 600, 90, 600 + 90 + 60),
-        ("backward", 9.0, 600, 90, 600 + 90 + 30),
-    ],
-)
-def test_stage_counts_what_its_phase_needs(phase, seconds, weights, gradients, total):
-    costs = Costs(
-        (
-            call("a", weights=100, gradients=20, activations=10),
-            call("b", weights=200, gradients=30, activations=20),
-            call("c", weights=300, gradients=40, activations=30),
-        )
-    )
-    need = costs.stage_bytes(0, 2, phase)
-    assert costs.stage_time_s(0, 2, phase) == seconds
-    assert (need.weights, need.gradients, need.total) == (weights, gradients, total)
-
-
 def test_layer_called_twice_is_resident_once_and_summed_twice():
     costs = Costs((call("shared"), call("own"), call("shared")))
     assert costs.stage_bytes(0, 2, "forward").weights == 200

@@ -38,8 +38,8 @@ def test_where_the_host_waits_for_the_device_nothing_is_ahead():
 
 def test_workers_share_the_interpreter():
     """However many there are, a step takes no less than all that is issued: a forward and a recomputation."""
-    shared = costs(1.5, is_synchronous=True)
-    issued = 4 * (1.5 + 1.5 + 1.5)  # layer 0 forward, the fused layer 1, layer 0 again
+    shared = costs(6.0, is_synchronous=True)
+    issued = 4 * (6.0 + 6.0 + 6.0)  # layer 0 forward, the fused layer 1, layer 0 again
     for workers in (1, 2, 3):
         assert run_steps(TWO, shared, workers, 4).makespan_s >= issued
     free = run_steps(TWO, costs(0.0, is_synchronous=True), 3, 4).makespan_s

@@ -152,31 +152,25 @@ def test_forms_of_moments_and_gradients_in_flight(form, weight, moments):
 
 
 @pytest.mark.parametrize(
-    ("by_layer", "microbatches", "gradients"),
+    ("by_layer", "microbatches", "state", "gradients"),
     [
         # What is in flight travels in half the bytes, and is used a layer at a time.
-        (True, 4, 3 * 2 + 4),
+        (True, 4, "fp32", 3 * 2 + 4),
         # With clipping by norm, all is there as it has come.
-        (False, 4, 40 * 2 + 4),
+        (False, 4, "fp32", 40 * 2 + 4),
         # Rounds are summed, and what arrives is added.
-        (True, 8, 40 * 4 + 3 * 2),
+        (True, 8, "fp32", 40 * 4 + 3 * 2),
+        # Moments in int8 take less than what the first window has: all gradients, of one microbatch as it sends them.
+        (True, 1, "int8", 3 * 2 + 4),
+        (True, 4, "int8", 40 * 4 + 2),
     ],
 )
-def test_narrow_gradients_stay_as_they_have_come_if_nothing_is_added(by_layer, microbatches, gradients):
+def test_narrow_gradients_stay_as_they_have_come_if_nothing_is_added(by_layer, microbatches, state, gradients):
     layers, each = 40, 10_000
     costs = Costs(tuple(call(str(i), gradients=4 * each, reduced_bytes=2 * each) for i in range(layers)))
-    known = Parameters(layers * each, 0, 2, shares=True, by_layer=by_layer)
+    known = Parameters(layers * each, 0, 2, optimizer_state=state, shares=True, by_layer=by_layer)
     items = host_items(Plan.per_call(layers, 4), costs, known, workers=1, microbatches=microbatches)
     assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
-
-
-def test_the_first_window_has_all_gradients_as_narrow_as_one_microbatch_sends_them():
-    layers, each = 40, 10_000
-    costs = Costs(tuple(call(str(i), gradients=4 * each, reduced_bytes=2 * each) for i in range(layers)))
-    known = Parameters(layers * each, 0, 2, optimizer_state="int8", shares=True, by_layer=True)
-    for microbatches, gradients in ((1, 3 * 2 + 4), (4, 40 * 4 + 2)):  # one: moments in int8 are more than that later
-        items = host_items(Plan.per_call(layers, 4), costs, known, workers=1, microbatches=microbatches)
-        assert sum(item.nbytes for item in items if item.name.startswith("gradients")) == gradients * each
 
 
 def test_stages_that_make_inputs_again_keep_less_on_the_host():

@@ -4,18 +4,15 @@ import copy
 import json
 import pickle
 import re
-import types
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import zoo
 from harness import loader, ours, quiet, run, trainer_of
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.reports.announcements import host_bytes
 
 MLP = zoo.make_module("mlp")
 BATCHES = zoo.make_batches("mlp", 4, samples=7)
@@ -54,19 +51,6 @@ def test_a_device_that_could_hold_the_whole_model_is_said_once(said):
         r'activations at once, about [\d.]+ [KM]iB: strategy="ddp" is likely faster\.',
         line,
     )
-
-
-@pytest.mark.parametrize(("optimizer", "copies"), [(torch.optim.SGD, 2), (torch.optim.AdamW, 4)])
-def test_host_memory_counts_what_the_optimizer_will_keep(optimizer, copies):
-    no_layers = types.SimpleNamespace(model=types.SimpleNamespace(layers=()))
-
-    parameters = [nn.Parameter(torch.zeros(256, 256)), nn.Parameter(torch.zeros(256, 256), requires_grad=False)]
-    frozen, trained = parameters[1].nbytes, parameters[0].nbytes
-    made = optimizer([parameters[0]], lr=0.1)
-    assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)
-    parameters[0].grad = torch.zeros(256, 256)
-    made.step()
-    assert host_bytes(no_layers, parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)
 
 
 def test_a_budget_that_is_more_than_the_device():

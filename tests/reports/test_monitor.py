@@ -8,14 +8,14 @@ import pytest
 import torch
 from harness import Learner, MemoryLogger, loader, ours, quiet, trainer_of
 from patience import longer_each_try, until
-from reports.test_planned import calls
 from reports.test_planned import report as step_report
+from reports.test_traces import calls
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeMonitor
 from lightning_roundpipe.reports import step_monitor
-from lightning_roundpipe.reports.diagnosis import diagnose, stall_seconds
+from lightning_roundpipe.reports.diagnosis import diagnose
 from lightning_roundpipe.reports.planned import replay
 from lightning_roundpipe.reports.step_times import StepTimes
 
@@ -184,18 +184,3 @@ def test_on_gpus_the_longest_wait_is_said_once(monkeypatch, times):
     assert monitor.diagnosis is not None
     [text] = said
     assert text.startswith("roundpipe: a step takes ") and "It waits longest for the data loader" in text
-
-
-def test_stalls_are_told_apart_by_the_copy_that_ends_them():
-    copies = [
-        {"kind": kind, "worker": 0, "start_s": start, "end_s": end}
-        for kind, start, end in (
-            ("upload_weights", 0.0, 1.0),
-            ("upload_activations", 1.0, 1.5),
-            ("upload_gradients", 4.0, 4.5),
-            ("download_activations", 5.0, 6.0),
-        )
-    ]
-    waits = [{"worker": 0, "start_s": start, "end_s": end} for start, end in ((0.5, 1.0), (1.2, 1.5), (4.4, 4.5))]
-    report = {"events": copies, "stalls": waits, "workers": 1, "step_time_s": 10.0}
-    assert stall_seconds(report) == pytest.approx({"weights": 0.5, "activations": 0.3, "gradients": 0.1})

@@ -42,7 +42,13 @@ def test_steps_lie_below_each_other_on_one_scale(tmp_path, figures):
     assert "backward" not in texts(figures[-1])
 
 
-def test_a_picture_of_many_workers_stays_legible(tmp_path):
-    report = synthetic(60, 1, "forward " + " ".join(map(str, range(59))) + "; fused 59; backward 0-58; round 1")
-    draw_steps({"many": report}, tmp_path / "many.png")
-    assert max(imread(tmp_path / "many.png").shape) <= MOST_PIXELS
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (60, "forward " + " ".join(map(str, range(59))) + "; fused 59; backward 0-58; round 1"),
+        (1, "forward none; fused 0; backward none; round 1"),
+    ],
+)
+def test_a_picture_of_many_workers_or_of_very_little_is_legible(workers, plan, tmp_path):
+    draw_steps({"step": synthetic(workers, 1, plan)}, tmp_path / "step.png")
+    assert 1000 <= max(imread(tmp_path / "step.png").shape) <= MOST_PIXELS

@@ -4,26 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reports.test_traces import synthetic
+from reports.test_traces import calls, synthetic
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.planned import replay, replay_of
 
-FORWARD_S, BACKWARD_S = 0.010, 0.020
 COMPUTE = ("forward", "recompute", "backward")
-
-
-def calls(number, seconds=1.0):
-    each = {"weight_bytes": 1000, "gradient_bytes": 1000, "boundary_bytes": 500, "activation_bytes": 500}
-    return Costs(
-        tuple(
-            CallCost(f"layers.{n}", FORWARD_S * seconds, BACKWARD_S * seconds, needs_backward=n > 0, **each)
-            for n in range(number)
-        )
-    )
 
 
 def report(**changes):

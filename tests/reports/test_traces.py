@@ -1,88 +1,43 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from lightning_roundpipe.planning import Plan
+from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.pictures import draw_steps
+from lightning_roundpipe.reports.planned import report_of
 from lightning_roundpipe.reports.traces import write_trace
 
 PLAN = "forward 0-9 10-19; fused 20-29; backward 16-19 12-15 8-11 4-7 0-3; round 4"
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 
 
+def calls(number, seconds=1.0):
+    sizes = {"weight_bytes": 1000, "gradient_bytes": 1000, "boundary_bytes": 500, "activation_bytes": 500}
+    call = CallCost("", FORWARD_S * seconds, BACKWARD_S * seconds, needs_backward=True, **sizes)
+    return Costs(tuple(replace(call, layer=f"layers.{n}") for n in range(number)))
+
+
 def synthetic(workers=4, microbatches=4, text=PLAN):
-    """A report as an engine with slow copies would write it; each call takes 10 ms forward and 20 ms backward."""
+    """The report of a simulated step with slow copies, in which each call has events of its own."""
     plan = Plan.parse(text)
-    events = []
-    slots = []
-    free = [0.0] * workers  # per worker
-    ready = [0.0] * microbatches  # per microbatch, on the host
-    copied = {}  # per kind of copy and worker: each has a stream of its own
-
-    def add(kind, phase, slot, call, microbatch, start, length):
-        worker = slot % workers
-        if "load" in kind:
-            start = max(start, copied.get((kind, worker), 0.0))
-            copied[kind, worker] = start + length
-        events.append(
-            {"worker": worker, "kind": kind, "phase": phase, "slot": slot, "call": call, "layer": f"layers.{call}"}
-            | {"microbatch": microbatch, "start_s": start, "end_s": start + length}
-        )
-        return start + length
-
-    for stage in plan.stages():
-        slot, worker, phase = stage.position, stage.position % workers, stage.phase
-        calls = range(stage.first, stage.last + 1)
-        slots.append(
-            {"slot": slot, "worker": worker, "round": 0, "phase": phase, "layers": [f"layers.{c}" for c in calls]}
-        )
-        upload = max(0.0, free[worker] - 0.12)
-        for call in calls:
-            upload = add("upload_weights", phase, slot, call, -1, upload, 0.008)
-        free[worker] = max(free[worker], upload)
-        for microbatch in range(microbatches):
-            kind = "upload_gradients" if phase == "backward" else "upload_activations"
-            arrived = add(kind, phase, slot, calls[0], microbatch, ready[microbatch], 0.004)
-            now = max(free[worker], arrived)
-            if phase != "backward":
-                for call in calls:
-                    now = add("forward", phase, slot, call, microbatch, now, FORWARD_S)
-                    add("download_activations", phase, slot, call, microbatch, now, 0.002)
-            for call in reversed(calls) if phase != "forward" else ():
-                if phase == "backward":
-                    add("upload_activations", phase, slot, call, microbatch, now - 0.01, 0.002)
-                    now = add("recompute", phase, slot, call, microbatch, now, FORWARD_S)
-                now = add("backward", phase, slot, call, microbatch, now, BACKWARD_S)
-            free[worker] = now
-            ready[microbatch] = add("download_activations", phase, slot, calls[-1], microbatch, now, 0.004)
-        if phase != "forward":
-            add("download_gradients", phase, slot, calls[0], -1, free[worker], 0.02)
-    step = max(event["end_s"] for event in events)
-    busy = sum(e["end_s"] - e["start_s"] for e in events if e["kind"] in ("forward", "recompute", "backward"))
-    return {
-        "plan": text,
-        "workers": workers,
-        "microbatches": microbatches,
-        "bubble_pct": 100 * (1 - busy / (workers * step)),
-        "step_time_s": step,
-        "slots": slots,
-        "events": events,
-    }
+    costs, stages = calls(plan.fused.last + 1), plan.stages()
+    run = run_steps(plan, costs, workers, microbatches, Rules(links=Links(1e5, 1e5)))
+    found = report_of(run, costs, microbatches, run.makespan_s)
+    events = [each for event in found["events"] for each in by_call(event, stages[event["slot"]])]
+    return found | {"events": events}
 
 
-TINY = {"workers": 1, "microbatches": 1, "text": "forward none; fused 0; backward none; round 1"}
-
-
-def is_picture(path, least_width=1000):
-    head = path.read_bytes()[:24]
-    return head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") >= least_width
-
-
-@pytest.mark.parametrize("size", [{}, TINY], ids=["a step", "very little"])
-def test_picture_of_a_step(size, tmp_path):
-    draw_steps({"A step": synthetic(**size)}, tmp_path / "step.png")
-    assert is_picture(tmp_path / "step.png")
+def by_call(event, stage):
+    numbers = range(stage.first, stage.last + 1) if "load" not in event["kind"] else [stage.first]
+    length = (event["end_s"] - event["start_s"]) / len(numbers)
+    for place, number in enumerate(reversed(numbers) if event["kind"] == "backward" else numbers):
+        start_s = event["start_s"] + place * length
+        yield event | {"call": number, "layer": f"layers.{number}", "start_s": start_s, "end_s": start_s + length}
 
 
 def test_trace_holds_every_event(tmp_path):

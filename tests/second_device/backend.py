@@ -459,43 +459,6 @@ def _histc(x, bins=100, min=0, max=0):
     return _put(torch.histc(on_host(x).float(), bins, min, max).to(x.dtype), x.device.index)
 
 
-def _lstm_cell(of_input, of_hidden, before, bias=None, other=None):
-    gates = of_input + of_hidden + (0 if bias is None else bias + other)
-    i, f, g, o = gates.chunk(4, 1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    cell = f * before + i * g
-    return o * cell.tanh(), cell, torch.cat([i, f, g, o], 1)
-
-
-def _lstm_cell_backward(grad, grad_cell, before, cell, gates, has_bias):
-    if grad is None and grad_cell is None:
-        return None, None, None
-    i, f, g, o = gates.chunk(4, 1)
-    bent = cell.tanh()
-    grad = torch.zeros_like(cell) if grad is None else grad
-    total = grad * o * (1 - bent * bent) + (0 if grad_cell is None else grad_cell)
-    parts = [total * g * i * (1 - i), total * before * f * (1 - f), total * i * (1 - g * g), grad * bent * o * (1 - o)]
-    of_gates = torch.cat(parts, 1)
-    return of_gates, total * f, of_gates.sum(0) if has_bias else None
-
-
-def _gru_cell(of_input, of_hidden, before, bias=None, other=None):
-    a, b, c = (of_input if bias is None else of_input + bias).chunk(3, 1)
-    d, e, f = (of_hidden if other is None else of_hidden + other).chunk(3, 1)
-    r, z = (a + d).sigmoid(), (b + e).sigmoid()
-    n = (c + r * f).tanh()
-    return n + z * (before - n), torch.cat([r, z, n, before, f], 1)
-
-
-def _gru_cell_backward(grad, kept, has_bias):
-    r, z, n, before, f = kept.chunk(5, 1)
-    of_z, of_n = grad * (before - n) * z * (1 - z), grad * (1 - z) * (1 - n * n)
-    of_r = of_n * f * r * (1 - r)
-    of_input, of_hidden = torch.cat([of_r, of_z, of_n], 1), torch.cat([of_r, of_z, of_n * r], 1)
-    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
-    return of_input, of_hidden, grad * z, *biases
-
-
 _KERNELS = {
     "copy_": _copy,
     "_copy_from": lambda of, to, non_blocking=False: _copy(to, of, non_blocking),
@@ -508,8 +471,4 @@ _KERNELS = {
     "convolution_overrideable": functools.partial(_compute, torch.ops.aten.convolution.default),
     "convolution_backward_overrideable": _convolution_backward,
     "histc": _histc,
-    "_thnn_fused_gru_cell": _gru_cell,
-    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
-    "_thnn_fused_lstm_cell": _lstm_cell,
-    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
 }

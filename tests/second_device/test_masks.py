@@ -2,6 +2,7 @@
 are, and inputs on the host, as the engine leaves them."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lightning_roundpipe.user_code.mode import UserCodeMode
 from second_device import backend
-from second_device.user_code import HOME, mode
 
+HOME = torch.device(backend.NAME, 0)
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -61,6 +63,16 @@ def _inputs(family, masked):
     if masked:
         given["attention_mask"] = (torch.arange(10) < torch.tensor([[10], [7], [4]])).long()
     return given
+
+
+def mode():
+    """What is active in user code between layers; host tensors go to ``HOME`` through pinned memory."""
+
+    def host_like(t):
+        return torch.empty_like(t, pin_memory=True)
+
+    facade = SimpleNamespace(torch_device=HOME, host_like=host_like, free_after_compute=lambda tensors: None)
+    return UserCodeMode(set(), lambda master: master, train=True, accelerator=backend.NAME, devices=[facade])
 
 
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])

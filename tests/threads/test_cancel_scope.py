@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from patience import join, start, until
+from patience import join, start
 
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
@@ -20,38 +20,14 @@ def _after(first):
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failure_wakes_everybody():
-    """The first one is kept, those who come to wait later leave as well, and devices are told once."""
-    told = []
-    cancel_scope = CancelScope(lambda: told.append(threading.current_thread().name))
-    left = []
-
-    def wait():
-        try:
-            cancel_scope.wait(Waiter())
-        except Cancelled as error:
-            left.append(type(error))
-
-    threads = start(*[wait] * 5)
-    until(lambda: len(cancel_scope._waiters) == 5)
-    cancel_scope.check()
-    first = ValueError("first")
-    cancel_scope.fail(first)
-    cancel_scope.fail(ValueError("second"))
-    join(threads)
-    assert left == [Cancelled] * 5 and cancel_scope.error is first and cancel_scope.failed
-    assert told == [threading.current_thread().name]
-    assert not cancel_scope._waiters
-    with pytest.raises(Cancelled):
-        cancel_scope.wait(Waiter())
-    with pytest.raises(Cancelled):
-        cancel_scope.check()
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_failure_at_any_moment_leaves_nobody_behind(seed):
-    """Between being registered and waiting, while being woken, or before: each thread leaves with `Cancelled`."""
-    cancel_scope, drawn = CancelScope(), random.Random(seed)
+    """Between being registered and waiting, while being woken, or before: each thread leaves with `Cancelled`.
+
+    The first error is kept, and devices are told once.
+    """
+    told, drawn, first = [], random.Random(seed), ValueError("first")
+    cancel_scope = CancelScope(lambda: told.append(threading.current_thread().name))
     delays = [drawn.random() * 0.004 for _ in range(12)]
     left = []
 
@@ -67,9 +43,13 @@ def test_a_failure_at_any_moment_leaves_nobody_behind(seed):
 
     threads = start(*(wait(delay, number) for number, delay in enumerate(delays)))
     time.sleep(0.002)
-    cancel_scope.fail(ValueError())
+    cancel_scope.fail(first)
+    cancel_scope.fail(ValueError("second"))
     join(threads)
-    assert sorted(left) == list(range(12))
+    assert sorted(left) == list(range(12)) and told == [threading.current_thread().name]
+    assert cancel_scope.error is first and not cancel_scope._waiters
+    with pytest.raises(Cancelled):
+        cancel_scope.check()
 
 
 def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round():

@@ -18,16 +18,12 @@ from lightning_roundpipe.trainer.hook_audit import looks_at_weights, needs_gradi
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 QUIET = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,
-}
+}  # fmt: skip
 HOOKS = sorted(hook_audit._OF_CALLBACKS)
 WITHIN = hook_audit._WITHIN_THE_STEP
-EVERY = sorted({*HOOKS, *hook_audit._WAITS_AT, "lr_scheduler_step"})
+EVERY = sorted({*HOOKS, *hook_audit._OF_MODULES, "lr_scheduler_step"})
 
 
 class Plain(pl.LightningModule):

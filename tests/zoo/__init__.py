@@ -16,23 +16,7 @@ from zoo.plain import MLP, ResidualBlock
 from zoo.registry import BLOCKS, ENTRIES, LORA_SEED, WIDTH, Entry, make_batches, make_module
 
 __all__ = [
-    "BLOCKS",
-    "ENTRIES",
-    "LORA_SEED",
-    "MLP",
-    "VOCAB",
-    "WIDTH",
-    "Batch",
-    "CausalLM",
-    "Classifier",
-    "Entry",
-    "HuggingFace",
-    "PlainClassifier",
-    "ResidualBlock",
-    "Seq2SeqLM",
-    "Voting",
-    "ZooModule",
-    "make_batches",
-    "make_module",
-    "sgd",
-]
+    "BLOCKS", "ENTRIES", "LORA_SEED", "MLP", "VOCAB", "WIDTH", "Batch", "CausalLM", "Classifier", "Entry",
+    "HuggingFace", "PlainClassifier", "ResidualBlock", "Seq2SeqLM", "Voting", "ZooModule", "make_batches",
+    "make_module", "sgd",
+]  # fmt: skip

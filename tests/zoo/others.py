@@ -16,22 +16,11 @@ from zoo.registry import WIDTH, entry
 TEXT = language.TEXT | {"intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 1}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEQ2SEQ = {
-    "vocab_size": VOCAB,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "init_std": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
+    "vocab_size": VOCAB, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
+    "attention_dropout": 0.0, "init_std": 0.1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
     "decoder_start_token_id": 1,
-}
+}  # fmt: skip
 
 
 hugging_face = partial(language.hugging_face, other=True)
@@ -46,39 +35,23 @@ hugging_face("mamba", causal_batch, CausalLM, "MambaForCausalLM", TEXT | {"state
 
 
 LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 4,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 4,
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
 hugging_face("deepseek3", causal_batch, CausalLM, "DeepseekV3ForCausalLM", TEXT | LATENT, lora=True)
 
 # Sets a tensor that requires grad on a module inside the layer.
 GRIFFIN = {
-    "num_key_value_heads": 2,
-    "lru_width": WIDTH,
-    "attention_window_size": 8,
-    "block_types": ("recurrent", "attention"),
-}
+    "num_key_value_heads": 2, "lru_width": WIDTH, "attention_window_size": 8, "block_types": ("recurrent", "attention"),
+}  # fmt: skip
 hugging_face("recurrent_gemma", causal_batch, CausalLM, "RecurrentGemmaForCausalLM", TEXT | GRIFFIN)
 
 # One convolution beside the blocks, relative positions shared by all of them.
 DEBERTA = {
-    "relative_attention": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "type_vocab_size": 0,
-    "position_buckets": 4,
-    "norm_rel_ebd": "layer_norm",
-    "conv_kernel_size": 3,
-    "num_labels": 3,
-}
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0, "position_buckets": 4,
+    "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3, "num_labels": 3,
+}  # fmt: skip
 DEBERTA_MODEL = "DebertaV2ForSequenceClassification"
 hugging_face("deberta", classification_batch, Classifier, DEBERTA_MODEL, TEXT | NO_DROPOUT | DEBERTA)
 
