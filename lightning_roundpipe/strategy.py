@@ -40,6 +40,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.engine.context import make_context
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.report import Report
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
@@ -344,8 +345,9 @@ class RoundPipeStrategy(SeveralMachines):
         try:
             self._leave_tiles = run_in_tiles(module, self.options.token_tiles)
             formats = self._precision.formats()
-            inform, peers = rank_zero_info, self._peers
-            self._engine = Engine(module, devices, self.options, inform, formats, fitting=fitting, peers=peers)
+            self._engine = Engine(
+                make_context(module, devices, self.options, rank_zero_info, formats, fitting=fitting, peers=self._peers)
+            )
         except BaseException:
             self._leave_tiles()
             for device in devices:

@@ -181,6 +181,7 @@ def save_after(batches, path):
 @contextlib.contextmanager
 def overheard(result, module):
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
+    from lightning_roundpipe.optim.narrow_gradient import widened
     from lightning_roundpipe.precision import RoundPipePrecision
     from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
@@ -192,7 +193,9 @@ def overheard(result, module):
         names = {id(p): name for name, p in module.named_parameters()}
         while len(result.grads) < step.number:
             result.grads.append(dict.fromkeys(names.values()))
-        result.grads[step.number - 1].update({names[key]: grad.clone() for key, grad in taken.items() if key in names})
+        result.grads[step.number - 1].update(
+            {names[key]: widened(grad).clone() for key, grad in taken.items() if key in names}
+        )
         return taken
 
     def after_closure(self, *args):
@@ -247,6 +250,20 @@ class Learner(pl.LightningModule):
 
     def configure_optimizers(self):
         return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+class Chain(Learner):
+    """Layers, one after another."""
+
+    def __init__(self, layers):
+        super().__init__()
+        with seeded(5):
+            self.layers = torch.nn.ModuleList(layers)
+
+    def loss(self, batch):
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
 
 
 def assert_plain(module, batches, strategy=None, *, devices=2, **options):

@@ -30,8 +30,7 @@ from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStr
 from lightning_roundpipe.devices.queued import ThreadEvent
 from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.engine.microbatch import CallingThread
-from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.memory.in_flight import IN_FLIGHT
+from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
 from lightning_roundpipe.user_code.graph_cut import Boundary
 
 HOST = "host"
@@ -198,7 +197,7 @@ def _follow_streams(ordering, patch):
         real_wait(self)
         ordering.join(HOST, ordering.point_of(self))
 
-    def keep_until_computed(self, *_, **__):
+    def keep(self, *_):
         # As on a GPU that is as far behind as the host lets it be. Emulated devices let go of tensors at once.
         behind = self.__dict__.setdefault("_behind", deque())
         behind.append(ordering.point_of(self.device.compute.record()))
@@ -237,7 +236,7 @@ def _follow_streams(ordering, patch):
     patch.setattr(Tape, "_user_code", in_backward)
     patch.setattr(Boundary, "backward", staticmethod(backward))
     patch.setattr(ThreadEvent, "wait", wait)
-    patch.setattr(Worker, "keep_until_computed", keep_until_computed)
+    patch.setattr(InFlight, "keep", keep)
     patch.setattr(EmulatedDevice, "activate", activate)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from harness import MemoryLogger, callback, loader, ours, quiet, trainer_of
 from large_runs import watched
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -65,16 +65,6 @@ def with_optimizer(module, name):
     return module
 
 
-class Losses(pl.Callback):
-    roundpipe_passive_hooks = True
-
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
-
-
 class Late(pl.Callback):
     """Sleeps in the backward of the second batch's second microbatch, when all losses are known."""
 
@@ -92,36 +82,6 @@ class Late(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.batch = batch_idx
-
-
-class Saves(pl.Callback):
-    """Saves a checkpoint at the end."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
-
-
-class LooksWithin(pl.Callback):
-    """Looks at weights at the end of a batch, on the first machine."""
-
-    roundpipe_passive_hooks = True
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.is_global_zero and batch_idx == self.batch:
-            pl_module.state_dict()
-
-
-class Looks(pl.Callback):
-    """Looks at gradients, so the optimizer steps in ``optimizer_step``."""
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        pass
 
 
 def train(
@@ -190,15 +150,29 @@ def train(
         trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))]
     parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
     parts["loss_weight"] = module.targets if own_mean else None if even else module.weighs
-    losses = Losses()
-    more = [*more, LooksWithin(looks_after)] if looks_after is not None else more
-    more = [*more, Late(late, module)] if late and rank == machines - 1 > 0 else more
+    losses, more = [], list(more)
+
+    def note(trainer, pl_module, outputs, *_):
+        losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
+
+    def look(trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.is_global_zero and batch_idx == looks_after:
+            pl_module.state_dict()
+
+    if looks_after is not None:
+        more.append(callback(passive=True, on_train_batch_end=look))
+    if late and rank == machines - 1 > 0:
+        more.append(Late(late, module))
+    if blocking:
+        more.append(callback(on_before_optimizer_step=lambda *_: None))
+    if save:
+        more.append(callback(on_train_end=lambda trainer, *_: trainer.save_checkpoint(save)))
     made = trainer_of(
         ours(**(parts | (options or {}))) if strategy is None else strategy,
         devices=devices if isinstance(devices, int) else devices[rank],
         num_nodes=trainer.pop("num_nodes", machines if strategy is None else 1),
         use_distributed_sampler=False,
-        callbacks=[losses, *more, *([Looks()] if blocking else []), *([Saves(save)] if save else [])],
+        callbacks=[callback(passive=True, on_train_batch_end=note), *more],
         **trainer,
     )
     torch.manual_seed(1)
@@ -206,7 +180,7 @@ def train(
         made.fit(module, loader([part(batch, rank, machines) for batch in batches]), ckpt_path=resume)
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     held = sum(bool(made.optimizers[0].state.get(p)) for p in module.parameters())
-    return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held, "drawn": drawn}
+    return {"losses": losses, "state": state, "steps": made.global_step, "held": held, "drawn": drawn}
 
 
 def cases(folder, cases):
@@ -330,22 +304,17 @@ def lightning(folder):
     }  # fmt: skip
 
 
-class Dies(pl.Callback):
-    """Ends the second machine's process in the second epoch, unless torchrun has started it again."""
+def dies_once(folder, epochs):
+    """A run that goes on from its last checkpoint, one at the end of each epoch."""
 
-    roundpipe_passive_hooks = True
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def die(trainer, pl_module, batch, batch_idx):
+        """In the second epoch, on the second machine, unless torchrun has started it again."""
         if (RANK, trainer.current_epoch, batch_idx) == (1, 1, 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
-
-def dies_once(folder, epochs):
-    """A run that goes on from its last checkpoint, one at the end of each epoch."""
     saving = ModelCheckpoint(folder / "checkpoints", save_last=True)
-    options = {"machine_timeout": 30}
-    more = [Dies(), saving]
-    return train(options=options, more=more, enable_checkpointing=True, max_epochs=epochs, resume="last")
+    options = {"options": {"machine_timeout": 30}, "more": [callback(passive=True, on_train_batch_start=die), saving]}
+    return train(**options, enable_checkpointing=True, max_epochs=epochs, resume="last")
 
 
 class Stopped(Counting):
@@ -449,15 +418,6 @@ class Numbers(IterableDataset[Tensor]):
         return iter(torch.arange(4.0 * self.count).repeat(4, 1).T.contiguous())
 
 
-class Hastens(pl.Callback):
-    """Shortens the timeout when the machines have met, which a busy processor may delay."""
-
-    roundpipe_passive_hooks = True
-
-    def on_train_start(self, trainer, pl_module):
-        trainer.strategy._peers.liveness._timeout = 20.0
-
-
 def fault(folder, kind):
     """A run in which one machine fails. The timeout is long, unless the run waits for its end."""
     rows = 16 if kind == "fewer batches" and RANK == 1 else 32
@@ -466,12 +426,18 @@ def fault(folder, kind):
     if kind == "fewer batches that nobody counts":
         training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
     options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
-    hasty = [Hastens()] if kind in ("stopped", "is slow", "goes on") else []
+
+    def hasten(trainer, *_):
+        """Shorten the timeout when the machines have met, which a busy processor may delay."""
+        if kind in ("stopped", "is slow"):
+            trainer.strategy._peers.liveness._timeout = 20.0
+
+    hasty = callback(passive=True, on_train_start=hasten)
     module = Faulty(kind)
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
     trainer = trainer_of(
-        ours(num_microbatches=2, **options), devices=2, num_nodes=MACHINES, callbacks=[saving, *hasty],
-        max_epochs={"goes on": 1000, "own plateau": 4}.get(kind, 2), enable_checkpointing=True,
+        ours(num_microbatches=2, **options), devices=2, num_nodes=MACHINES, callbacks=[saving, hasty],
+        max_epochs=4 if kind == "own plateau" else 2, enable_checkpointing=True,
         use_distributed_sampler=False, check_val_every_n_epoch=1,
     )  # fmt: skip
     with quiet():

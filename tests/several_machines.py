@@ -60,11 +60,10 @@ def _run(arguments, env, output):
 
 @dataclass
 class Machine:
-    """What one process left: its exit status, its output, and seconds until it ended after the first one had."""
+    """What one process left: its exit status and its output."""
 
     status: int
     output: str
-    after: float
 
 
 def free_port():
@@ -82,15 +81,15 @@ def free_port():
 _ports = itertools.count(os.getpid())
 
 
-def environment(rank, machines, port, slurm=None):
-    """The variables that a user sets on each machine, or those of SLURM: "alone", or with an address ("named")."""
+def environment(rank, machines, port, slurm=False):
+    """The variables that a user sets on each machine, or those of SLURM, which has no address."""
     found = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
         "PYTHONUNBUFFERED": "1",
     }
-    if slurm is not None:
-        found |= {
+    if slurm:
+        return found | {
             "SLURM_JOB_ID": str(port),
             "SLURM_JOB_NAME": "train",
             "SLURM_NODELIST": "127.0.0.1",
@@ -101,29 +100,16 @@ def environment(rank, machines, port, slurm=None):
             "SLURM_NODEID": str(rank),
             "SLURM_LOCALID": "0",
         }
-    if slurm != "alone":
-        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return found if slurm else found | {"NODE_RANK": str(rank), "WORLD_SIZE": str(machines)}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return found | meet | {"NODE_RANK": str(rank), "WORLD_SIZE": str(machines)}
 
 
-def start(job, machines, folder, arguments, slurm=None, network=None):
-    """Start the processes, on this machine or on a `SlowNetwork`. Their output goes to files in ``folder``."""
-    port, code = free_port(), "import sys, several_jobs; several_jobs.main(*sys.argv[1:])"
+def start(job, machines, folder, arguments, slurm=False):
+    """Start the processes. Their output goes to files in ``folder``."""
+    port, given = free_port(), [job, str(folder), json.dumps(arguments)]
     folder.mkdir(parents=True, exist_ok=True)
-    given = [job, str(folder), json.dumps(arguments)]
-    if network is None:
-        return [
-            Forked(given, environment(rank, machines, port, slurm), folder / f"output-{rank}.txt")
-            for rank in range(machines)
-        ]
     return [
-        subprocess.Popen(
-            [*network.inside(rank), sys.executable, "-c", code, *given],
-            env=environment(rank, machines, port, slurm) | network.variables,
-            stdout=open(folder / f"output-{rank}.txt", "w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Forked(given, environment(rank, machines, port, slurm), folder / f"output-{rank}.txt")
         for rank in range(machines)
     ]
 
@@ -153,36 +139,29 @@ LEFT = 1000
 
 def collect(processes, folder, limit, *, until=None):
     """Wait for the processes, or ``until`` one of them has ended, and kill what is left at last."""
-    deadline, ended = time.monotonic() + limit, dict[int, float]()
+    deadline, ended = time.monotonic() + limit, set[int]()
     while len(ended) < len(processes) and time.monotonic() < deadline and (until is None or until not in ended):
-        for rank, process in enumerate(processes):
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic()
+        ended |= {rank for rank, process in enumerate(processes) if process.poll() is not None}
         time.sleep(0.05)
     for process in processes:
         if process.poll() is None:
             process.kill()
             process.wait()
-    first = min(ended.values(), default=0.0)
     return [
-        Machine(
-            process.returncode if rank in ended else LEFT,
-            (folder / f"output-{rank}.txt").read_text(),
-            ended.get(rank, float("inf")) - first,
-        )
+        Machine(process.returncode if rank in ended else LEFT, (folder / f"output-{rank}.txt").read_text())
         for rank, process in enumerate(processes)
     ]
 
 
-def launch(job, folder, *, machines=2, limit=240, network=None, **arguments):
+def launch(job, folder, *, machines=2, limit=240, **arguments):
     """Run ``job`` on each machine and return what they left."""
-    return collect(start(job, machines, folder, arguments, network=network), folder, limit)
+    return collect(start(job, machines, folder, arguments), folder, limit)
 
 
-def results(job, folder, *, machines=2, limit=240, network=None, **arguments):
+def results(job, folder, *, machines=2, limit=240, **arguments):
     """Run ``job`` on each machine and return what each saved. All must end well."""
     import torch
 
-    found = launch(job, folder, machines=machines, limit=limit, network=network, **arguments)
+    found = launch(job, folder, machines=machines, limit=limit, **arguments)
     assert [one.status for one in found] == [0] * machines, "\n\n".join(one.output for one in found)
     return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(machines)]

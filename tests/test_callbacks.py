@@ -231,10 +231,12 @@ class ShrinksEachBatch(pl.Callback):
 
 
 @pytest.mark.parametrize("kind", [Meddles, ShrinksEachBatch])
-def test_users_callbacks_read_and_change(kind):
+def test_users_callbacks_read_and_change(kind, said):
     (plain, expected), (own, result) = pair(
         lambda _: kind(), max_epochs=2, val_batches=VALIDATION, blocking=kind is Meddles
     )
+    waits = sum("callback ShrinksEachBatch (on_train_batch_end) may read" in text for text in said)
+    assert waits == (kind is ShrinksEachBatch)
     assert len(own.seen) == len(plain.seen) > 3
     harness.assert_tensors_same(plain.seen, own.seen)
     assert_same(expected, result)

@@ -6,6 +6,7 @@ the bit also says that the two ways of running a step agree to the bit.
 """
 
 import copy
+import functools
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_identical, loader, ours, run, save_after, save_at, trainer_of
+from harness import assert_identical, callback, loader, ours, run, save_after, save_at, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
@@ -99,28 +100,14 @@ def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path):
     assert "Missing key(s) in state_dict: " in str(raised.value)
 
 
-class Within(pl.Callback):
-    """Does something in the hook ``at`` of batch ``batch``, between its loss and the end of its optimizer step."""
-
-    def __init__(self, at, batch, action):
-        self.roundpipe_passive_hooks = True
-        self.batch, self.action = batch, action
-        setattr(self, at, self.act)
-
-    def on_before_zero_grad(self, *args): ...
-    def on_after_backward(self, *args): ...
-
-    def act(self, trainer, *args):
-        if trainer.fit_loop.epoch_loop.batch_idx == self.batch:
-            self.action(trainer)
-
-
 @pytest.mark.parametrize("at", ["on_before_zero_grad", "on_after_backward"])
 @pytest.mark.parametrize(("windows", "saves"), [(1, False), (2, True)])
 def test_state_that_is_read_within_a_batch_changes_nothing(at, windows, saves, tmp_path):
     """Before the loss was differentiated, the batch lost its gradients; afterwards, a checkpoint had it step twice."""
 
-    def read(trainer):
+    def read(batch, trainer, *_):
+        if trainer.fit_loop.epoch_loop.batch_idx != batch:
+            return
         if saves:
             trainer.save_checkpoint(tmp_path / "within.ckpt")
         else:
@@ -129,7 +116,8 @@ def test_state_that_is_read_within_a_batch_changes_nothing(at, windows, saves, t
     options = {"steps": 4, "accumulate_grad_batches": windows}
     undisturbed = train(OURS, fresh(), BATCH, **options)
     for batch in (0, 3):
-        result = train(OURS, fresh(), BATCH, callbacks=[Within(at, batch, read)], **options)
+        reads = callback(passive=True, **{at: functools.partial(read, batch)})
+        result = train(OURS, fresh(), BATCH, callbacks=[reads], **options)
         assert_identical(undisturbed, result)
 
 
@@ -137,17 +125,10 @@ def test_saving_within_a_window_leaves_updates_one_step_late(tmp_path):
     """The next step had all updates instead. A resumed run differed, as `ModelCheckpoint` saves again at its first
     batch.
     """
-
-    class Saves(pl.Callback):
-        roundpipe_passive_hooks = True
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 2:
-                trainer.save_checkpoint(tmp_path / "within.ckpt")
-
-    batches, options = zoo.make_batches("llama", 1) * 8, {"strategy_options": {"staleness": 1}}
+    saves, batches = save_after(3, tmp_path / "within.ckpt"), zoo.make_batches("llama", 1) * 8
+    options = {"strategy_options": {"staleness": 1}}
     undisturbed = train(OURS, fresh(), batches, accumulate_grad_batches=2, **options)
-    result = train(OURS, fresh(), batches, accumulate_grad_batches=2, callbacks=[Saves()], **options)
+    result = train(OURS, fresh(), batches, accumulate_grad_batches=2, callbacks=[saves], **options)
     assert (tmp_path / "within.ckpt").exists()
     assert_identical(undisturbed, result)
 
@@ -179,18 +160,18 @@ def test_a_signals_handler_may_save(tmp_path, monkeypatch):
     """Lightning's own handler for SLURM does. It took apart the step that it interrupted, which raised an error."""
     real, results = nn.Linear.forward, []
     for sends in ((), (1, 3, 5)):
-        callback, calls = HandlesSignals(tmp_path / "handled.ckpt"), Counter[int]()
+        handles, calls = HandlesSignals(tmp_path / "handled.ckpt"), Counter[int]()
 
-        def forward(self, x, sends=sends, callback=callback, calls=calls):
-            calls[callback.batch] += 1
-            if callback.batch in sends and calls[callback.batch] == 20:
+        def forward(self, x, sends=sends, handles=handles, calls=calls):
+            calls[handles.batch] += 1
+            if handles.batch in sends and calls[handles.batch] == 20:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 time.sleep(0.05)  # the main thread handles it meanwhile, unless it is deferred
             return real(self, x)
 
         monkeypatch.setattr(nn.Linear, "forward", forward)
-        results.append(train(OURS, fresh(), BATCH, callbacks=[callback], steps=8))
-        assert len(callback.saved) == len(sends)
+        results.append(train(OURS, fresh(), BATCH, callbacks=[handles], steps=8))
+        assert len(handles.saved) == len(sends)
     assert_identical(*results)
 
 

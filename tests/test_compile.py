@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Learner, assert_identical, assert_same, halves, ours, per_call, run, seeded, single
+from harness import Learner, assert_identical, assert_same, callback, halves, ours, per_call, run, seeded, single
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -101,24 +101,18 @@ def test_evaluation_runs_compiled_too():
     assert counting.forward == 2 + 1  # without gradients it is another code
 
 
-class Arenas(pl.Callback):
-    """The memory that workers hold in a step."""
-
-    roundpipe_passive_hooks = True
-
-    def on_train_batch_end(self, trainer, *args, **kwargs):
-        workers = trainer.strategy._engine.context.pool.workers
-        buffers = [worker.planned.arena.buffer for worker in workers]
-        self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
-
-
 def test_compiled_code_holds_no_memory():
     """It was made with the weights of one moment."""
-    arenas = Arenas()
-    counting = Counting()
-    run(compiled(counting), Module(), batches(3), devices=2, callbacks=[arenas])
+    arenas = []
+
+    def note(trainer, *_):
+        for worker in trainer.strategy._engine.context.pool.workers:
+            arenas.append(StorageWeakRef(worker.planned.arena.buffer.untyped_storage()))
+
+    noting = callback(passive=True, on_train_batch_end=note)
+    run(compiled(Counting()), Module(), batches(3), devices=2, callbacks=[noting])
     gc.collect()
-    assert arenas.memory and all(memory.expired() for memory in arenas.memory)
+    assert arenas and all(memory.expired() for memory in arenas)
 
 
 class CompilesItsLoss(Module):

@@ -25,22 +25,10 @@ OTHER = {"experiment", "hardware"}
 """Folders that are no groups of ``roundpipe-train``'s choices, or are tested by themselves."""
 CHOICES = sorted((file.parent.name, file.stem) for file in CONF.glob("*/*.yaml") if file.parent.name not in OTHER)
 SUMMARY = [
-    "val_loss_before",
-    "val_loss_after",
-    "step_time_s",
-    "tokens_per_s",
-    "bubble_pct",
-    "peak_host_gib",
-    "plan",
-    "workers",
-    "forward_stages",
-    "backward_stages",
-    "microbatches",
-    "weights_uploaded_gib",
-    "wall_s",
-    "completion_before",
-    "completion_after",
-]
+    "val_loss_before", "val_loss_after", "step_time_s", "tokens_per_s", "bubble_pct", "peak_host_gib", "plan",
+    "workers", "forward_stages", "backward_stages", "microbatches", "weights_uploaded_gib", "wall_s",
+    "completion_before", "completion_after",
+]  # fmt: skip
 NEEDED = {
     "folder": "model.folder=/models/x",
     "hub": "model.name=some/model",

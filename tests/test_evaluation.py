@@ -5,11 +5,10 @@ import threading
 import time
 
 import harness
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_tensors_same, loader, ours, quiet, trainer_of
+from harness import Chain, assert_tensors_same, loader, ours, quiet, trainer_of
 from patience import longer_each_try
 from torch import nn
 
@@ -134,15 +133,6 @@ class Busy(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Chain(pl.LightningModule):
-    def __init__(self, layers=6):
-        super().__init__()
-        self.layers = nn.Sequential(*[Busy() for _ in range(layers)])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("mean", self.layers(batch).mean())
-
-
 @pytest.fixture
 def busy():
     yield Busy
@@ -152,7 +142,7 @@ def busy():
 @longer_each_try
 def test_all_devices_are_busy(busy, times):
     Busy.most, Busy.times = 0, times
-    validate(ours(layers=[Busy]), Chain(), list(torch.randn(16, 2, 4)), 3)
+    validate(ours(layers=[Busy]), Chain(Busy() for _ in range(6)), list(torch.randn(16, 2, 4)), 3)
     assert Busy.most == 3
 
 
@@ -173,7 +163,7 @@ class Counts(Chain):
     [({"overlap": False}, 3, 1), ({"evaluation_batches": 1}, 1, 1), ({"evaluation_batches": 2}, 1, 2)],
 )
 def test_as_many_batches_at_once_as_the_options_say(options, devices, most):
-    module, batches, Counts.most = Counts(2), list(torch.randn(6, 2, 4)), 0
+    module, batches, Counts.most = Counts(Busy() for _ in range(2)), list(torch.randn(6, 2, 4)), 0
     found = validate(ours(layers=[Busy], **options), module, batches, devices)
     assert Counts.most == most
     assert_tensors_same(validate("auto", module, batches), found)

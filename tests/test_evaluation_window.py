@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchmetrics
 from harness import MemoryLogger, ours, quiet, trainer_of
-from plain_oracle import PLAIN, Recorder, assert_equal, kept, on_devices, train
+from plain_oracle import PLAIN, Recorder, assert_equal, assert_plain, kept, on_devices, train
 from test_window import Net, Stream, loader, rows
 from torch.utils.data import DataLoader
 
@@ -128,11 +128,10 @@ def test_evaluation(devices, kind, loaders):
 
 
 @DEVICES
-@pytest.mark.parametrize("limit", [2])
 @KINDS
-def test_limited(devices, kind, limit):
+def test_limited(devices, kind):
     """No more batches are evaluated than Lightning asks for."""
-    options = {f"limit_{'val' if kind == 'validate' else kind}_batches": limit}
+    options = {f"limit_{'val' if kind == 'validate' else kind}_batches": 2}
     assert_equal(evaluate(PLAIN, kind, several, **options)[:3], evaluate(devices, kind, several, **options)[:3])
 
 
@@ -145,22 +144,10 @@ def test_exception_in_a_later_batch(devices, kind):
 
 
 @DEVICES
-@pytest.mark.parametrize("interval", [6])
-def test_evaluation_inside_fit(devices, interval):
+def test_evaluation_inside_fit(devices):
     """Validation finds the weights and running averages of its place in training, and leaves the module as it was."""
-    script = {
-        "make": Evaluated,
-        "loader": training,
-        "val": several,
-        "accumulate_grad_batches": 4,
-        "max_epochs": 2,
-        "val_check_interval": interval,
-        "num_sanity_val_steps": 1,
-    }
-    plain, other = train(PLAIN, **script), train(devices, **script)
-    assert_equal(plain.calls, other.calls, "calls")
-    assert_equal(plain.lines, other.lines, "logged")
-    assert_equal(plain.final, other.final, "final")
+    script = {"val": several, "accumulate_grad_batches": 4, "max_epochs": 2, "val_check_interval": 6}
+    assert_plain(devices, Evaluated, training, **script, num_sanity_val_steps=1)
 
 
 class Reading(Stream):

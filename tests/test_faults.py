@@ -96,6 +96,14 @@ def test_an_exception_anywhere(drawn):
     check(**drawn)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(faults, max_examples=60, derandomize=True, database=None)
+@given(drawn=planted())
+def test_exceptions_everywhere(drawn):
+    check(**drawn)
+
+
 def test_user_code_may_catch_it():
     """As those do who skip a batch that is too large: with one microbatch, since a batch is skipped as a whole."""
 

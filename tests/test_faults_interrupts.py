@@ -1,10 +1,8 @@
 """Ctrl-C at any time: training ends at once, in the way of plain Lightning, and nothing of it is left.
 
-The signal is sent at random moments, which shows what timing can do, and, so that no line is left out by luck, when the
-main thread comes to a given line of the package.
+The signal is sent when the main thread comes to a given line of the package, so that no line is left out by luck.
 """
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -12,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -83,59 +80,6 @@ def trains_again(trainer):
     with harness.quiet():
         trainer.fit(module, harness.loader(BATCHES), VALIDATION)
     harness.assert_tensors_same(faulty.plainly().state, dict(module.state_dict()))
-
-
-# ------------------------------------------------------------------------------------------------------ at random times
-
-
-@contextlib.contextmanager
-def undisturbed(run):
-    yield
-
-
-@contextlib.contextmanager
-def after(seconds, run):
-    timer = threading.Timer(seconds, run.send)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-
-
-def at_random_times(wanted, seed):
-    """Until ``wanted`` signals have ended a training. How long one takes changes with what else the machine does."""
-    draw = random.Random(seed)
-    whole = 0.0
-    ended = tries = 0
-    while ended < wanted:
-        tries += 1
-        assert tries <= 20 * wanted, f"only {ended} of them came in time"
-        run = Interrupted()
-        start = time.monotonic()
-        try:
-            trainer = run.run(functools.partial(after, draw.uniform(0.02, 0.9 * whole)) if whole else undisturbed)
-        except KeyboardInterrupt:
-            continue  # before fit, or behind it
-        except RuntimeError as error:
-            if "iter(combined_loader)" not in str(error) or not isinstance(error.__context__, KeyboardInterrupt):
-                raise
-            continue  # while Lightning begins to iterate: its own teardown raises then, whatever the strategy
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not run.ended:
-            whole = time.monotonic() - start
-        ended += run.ended
-        if run.ended and ended % 4 == 1:
-            trains_again(trainer)
-    faulty.assert_trains()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_at_random_times():
-    at_random_times(12, seed=1)
 
 
 # ------------------------------------------------------------------------------------------- at any line of the package

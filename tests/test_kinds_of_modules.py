@@ -8,7 +8,7 @@ import small_net
 import torch
 import torch.fx
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_plain, assert_same, ours, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from small_net import WIDTH, made
 from torch import nn
@@ -110,6 +110,19 @@ def uncoalesced(dense):
     )
 
 
+class Mixes(nn.Module):
+    """Its buffers are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("rows", adjacency().to_sparse_csr(), persistent=False)
+        self.register_buffer("pairs", adjacency().to_sparse(), persistent=False)
+
+    def forward(self, x):
+        return torch.sparse.mm(self.pairs, torch.sparse.mm(self.rows, self.linear(x).T)).T
+
+
 class Gate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -124,6 +137,7 @@ SPARSE = {
     "uncoalesced": lambda self, h: self.extra(h, uncoalesced(adjacency())),
     "with gradients": lambda self, h: self.extra(h, (adjacency() * self.gain).to_sparse()),
     "returned": lambda self, h: self.extra(self.gate(h).to_dense(), adjacency()),
+    "buffers": lambda self, h: self.extra(self.mixes(h), adjacency()),
 }
 
 
@@ -135,7 +149,39 @@ def test_sparse_tensors_pass_layers(kind):
         if kind == "returned":
             self.gate = Gate()
 
-    check({"arrange": arrange, "middle": SPARSE[kind]})
+    def configure_model(self):  # as sparse rows cannot be copied
+        if kind == "buffers" and not hasattr(self, "mixes"):
+            self.mixes = made(Mixes)
+
+    check({"arrange": arrange, "middle": SPARSE[kind], "configure_model": configure_model})
+
+
+class Bags(zoo.PlainClassifier):
+    """The batch has its features in a sparse matrix, a row for each sample."""
+
+    def loss_and_logits(self, batch):
+        h = torch.sparse.mm(batch["words"], self.model.stem.weight.T) + self.model.stem.bias
+        for block in self.model.blocks:
+            h = block(h)
+        logits = self.model.head(h)
+        return nn.functional.cross_entropy(logits, batch["y"]), logits
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_tensors_in_the_batch():
+    module = Bags(zoo.make_module("mlp").model)
+    batches = [batch | {"words": batch["x"].relu().to_sparse_csr()} for batch in zoo.make_batches("mlp", 3)]
+    assert_plain(module, batches)
+    with pytest.raises(ValueError, match=r"batch\['words'\] is a sparse tensor"):
+        run(ours(num_microbatches=2), module, batches, devices=2)
+
+
+def test_sparse_gradients_of_an_embedding():
+    """They are dense here; few optimizers take sparse ones."""
+    module = zoo.PlainClassifier(nn.Sequential(nn.Embedding(24, 6, sparse=True), nn.Linear(6, 5)))
+    module.make_optimizer = lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)
+    batches = [{"x": torch.arange(4) + i, "y": torch.arange(4) % 5} for i in range(4)]
+    assert_plain(module, batches, accumulate_grad_batches=2, watch=False)
 
 
 # ------------------------------------------------------------------------------------------- transforms of torch.func

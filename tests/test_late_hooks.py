@@ -2,11 +2,10 @@
 
 import types
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, ours, run
+from harness import assert_plain, callback, ours, run
 
 from lightning_roundpipe.config import RoundPipeError
 
@@ -73,40 +72,14 @@ def hook_of_the_module(module, optimizer):
     module.on_before_optimizer_step = on_before_optimizer_step
 
 
-class Norms(pl.Callback):
-    def on_after_backward(self, trainer, pl_module):
-        pl_module.seen.append([float(p.grad.norm()) for p in pl_module.parameters()])
-
-
 def another_callback(module, optimizer):
-    module.trainer.callbacks.append(Norms())
+    norms = lambda *_: module.seen.append([float(p.grad.norm()) for p in module.parameters()])  # noqa: E731
+    module.trainer.callbacks.append(callback(on_after_backward=norms))
 
 
 LATE = [
     doubled, after_accumulation, before_the_step, after_the_step, replaced_step, hook_of_the_module, another_callback,
 ]  # fmt: skip
-
-
-class Later(pl.Callback):
-    """Registers something between batches."""
-
-    roundpipe_passive_hooks = True
-
-    def __init__(self, register, at):
-        self.register, self.at = register, at
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.at:
-            self.register(pl_module, pl_module.optimizers().optimizer)
-
-
-def both(register, at, **strategy):
-    batches = zoo.make_batches("mlp", count=5, samples=8)
-    plain, other = (
-        run(chosen, made(), batches, devices=devices, watch=False, callbacks=[Later(register, at)])
-        for chosen, devices in (("auto", 1), (ours(num_microbatches=2, **strategy), 2))
-    )
-    return plain, other
 
 
 def made():
@@ -115,16 +88,17 @@ def made():
     return Recorded(module.model)
 
 
-def assert_alike(plain, other):
-    assert_same(plain, other)
+@pytest.mark.parametrize("register", LATE)
+def test_what_is_registered_between_batches_runs(register):
+    def later(trainer, module, batch, batch_idx):
+        if batch_idx == 3:
+            register(module, module.optimizers().optimizer)
+
+    batches, at = zoo.make_batches("mlp", count=5, samples=8), callback(passive=True, on_train_batch_start=later)
+    plain, other = assert_plain(made(), batches, {"num_microbatches": 2}, watch=False, callbacks=[at])
     seen, found = plain.module.seen, other.module.seen
     assert seen and len(seen) == len(found), (seen, found)
     assert found == [pytest.approx(value, rel=1e-4) for value in seen]
-
-
-@pytest.mark.parametrize("register", LATE)
-def test_what_is_registered_between_batches_runs(register):
-    assert_alike(*both(register, 3))
 
 
 class Within(Recorded):

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Learner, assert_same, ours, run, seeded
+from harness import Chain, Learner, arenas_of, assert_same, ours, run, seeded
 from stress import all_reports
 from torch import nn
 
-from lightning_roundpipe.devices import Event
+from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.estimates.crossing import tensor_bytes
@@ -205,7 +205,7 @@ def test_the_host_keeps_the_inputs_that_the_plan_counts(name, n, ahead, monkeypa
 
     def count(tape):
         if not tape.spec.measures:
-            saved = {id(each): each for call in tape.pending for each in call.inputs.saved}
+            saved = {id(each): each for call in tape.tape for each in call.inputs.saved}
             kept.append(sum(tensor_bytes(each.tensor) for each in saved.values()))
         expect_gradients(tape)
 
@@ -220,6 +220,26 @@ def test_the_host_keeps_the_inputs_that_the_plan_counts(name, n, ahead, monkeypa
     assert sum(kept) == boundary_bytes(plan, costs)
     if name == "llama":
         assert (boundary_bytes(plan, costs) < boundary_bytes(replace(plan, recompute_ahead=False), costs)) is ahead
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_first_batch_fits_where_the_plan_does(by_hand):
+    """Before there is a plan, the arena for a layer leaves room for what it computes with."""
+    plan = "forward 0 1 2; fused 3; backward 2 1 0; round 2"
+    batches = list(torch.randn(2, 100, 128, generator=torch.Generator().manual_seed(0)))
+
+    def train(memory, plan):
+        strategy = ours(num_microbatches=2, layers=["Linear"], plan=plan, emulation={"memory": memory})
+        module = Chain(nn.Linear(128, 128) for _ in range(4))
+        module.layers[0].bias.requires_grad_(False)
+        return run(strategy, module, batches, watch=False)
+
+    with arenas_of(0.0):
+        free = train(None, plan)
+    needed = free.report["planned_device_bytes"]
+    tight = train(int(needed / 0.9) + 4096, plan if by_hand else None)
+    assert tight.report is not None and max(tight.report["peak_device_bytes"]) <= needed + 4096
+    assert_same(free, tight)
 
 
 @pytest.mark.slow
@@ -239,7 +259,7 @@ def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead():
 
 def test_calls_in_flight_keep_memory_and_no_graphs():
     """A graph would keep what autograd has saved, and the inputs of the call that has made it."""
-    flying, end = InFlight(), cast(Event, None)
+    flying, end = InFlight(cast(Device, None), lambda event: None), cast(Event, None)
     saved = torch.ones(3, requires_grad=True) * 2
     output = saved.sin().sum()
     graph, made = weakref.ref(saved.untyped_storage()), weakref.ref(output.untyped_storage())

@@ -130,6 +130,24 @@ class AveragingBlock(Block):
         return super().forward(x) + 0.1 * self.offset.clone()
 
 
+class ReadsOfLayers(Net):
+    """Code between layers reads a buffer that a layer changes: a microbatch found what later ones had left there."""
+
+    def __init__(self):
+        super().__init__(AveragingBlock)
+
+    def step(self, x, index):
+        return (self(x) * self.blocks[0].offset).square().mean()
+
+
+class WritesToThoseOfLayers(ReadsOfLayers):
+    def step(self, x, index):
+        h = self(x)
+        with torch.no_grad():
+            self.blocks[0].offset.add_(h.mean(0))
+        return h.square().mean()
+
+
 class Left(Net):
     """Hooks read what ``training_step`` of their batch has left: numbers, text, tensors that the next one writes to."""
 
@@ -151,6 +169,7 @@ class Left(Net):
 
 
 KINDS = {kind.__name__: kind for kind in (RunningMeanInBuffer, BuffersByOutAndView, Outputs, Initializing, Left)}
+IN_ORDER = {kind.__name__: kind for kind in (ReadsOfLayers, WritesToThoseOfLayers)}
 KINDS |= {kind.__name__: lambda kind=kind: Net(kind) for kind in (InitializingBlock, AveragingBlock)}
 
 
@@ -167,6 +186,15 @@ def test_state_of_modules(devices, window, kind):
     for name, module in plain.module.named_modules():
         if not isinstance(module, pl.LightningModule):
             assert_equal(_own(module), _own(other.module.get_submodule(name)), name)
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", IN_ORDER)
+def test_buffers_that_code_between_layers_uses(devices, kind, caplog):
+    """Microbatches run one after another, and a message says why."""
+    with caplog.at_level("INFO"):
+        assert_plain(devices, IN_ORDER[kind], batches, accumulate_grad_batches=4)
+    assert not devices or caplog.text.count("code between layers reads or writes it") == 1
 
 
 def _own(module):

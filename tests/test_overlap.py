@@ -273,7 +273,7 @@ def test_who_shares_the_process_takes_turns(precision, always_away, monkeypatch)
     """Layers that draw go on beside the next step, and neither they nor the main thread find what the other one has
     done to generators or to torch's default dtype."""
     if always_away:
-        monkeypatch.setattr("lightning_roundpipe.engine.executor.LONG_S", 0.0)
+        monkeypatch.setattr("lightning_roundpipe.engine.worker.LONG_S", 0.0)
     begin, drawing, dtypes, disturbed = AsyncOptimizer.begin, threading.Event(), set(), list[bool]()
 
     def slowly(self, *, zero_grad):

@@ -1,5 +1,6 @@
 """What an index shows of the package, what it asks for, and how it does without what it does not ask for."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -85,6 +86,19 @@ def test_each_extra_brings_what_errors_say():
         assert package in bounds(extras[extra])
         assert package not in bounds(PROJECT["dependencies"])
         assert extra in re.findall(r"\w+", extras["all"][0].partition("[")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_installed_wheel_runs_the_main_job(tmp_path):
+    """Two steps of it in a fresh environment, through the console command; `.ci/smoke.py` has the checks."""
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    subprocess.run(build, check=True, env=environment, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    done = subprocess.run([ROOT / ".ci" / "smoke", wheel], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("ok:") == 5, done.stdout
 
 
 PLAIN = """

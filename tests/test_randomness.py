@@ -4,12 +4,11 @@ import random
 import time
 
 import harness
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Learner, ours, run, seeded
+from harness import Learner, callback, ours, run, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,27 +100,22 @@ def test_checkpoints_inside_layers_drop_what_they_dropped():
     assert_linear(module, run(strategy, module, _wide(6), devices=4))
 
 
-class Drawing(pl.Callback):
-    """Draws from all three global generators between steps, as augmentations and samplers do."""
-
-    roundpipe_passive_hooks = True
-
-    def __init__(self):
-        self.drawn = []
-
-    def on_train_batch_end(self, *_):
-        self.drawn.append((float(torch.rand(())), random.random(), float(np.random.rand())))
-
-
 def test_random_state_after_a_step_is_the_same_for_all():
-    """What the caller draws next is the same for every N, M, R and plan, and is not the same number every time."""
+    """What the caller draws next is the same for every N, M, R and plan, and is not the same number every time.
+
+    From all three global generators, between steps, as augmentations and samplers do.
+    """
     seen = []
     for devices, microbatches, plan in ((1, 1, None), (4, 8, None), (2, 4, harness.per_call(5, 2))):
         random.seed(3)
         np.random.seed(3)
-        drawing = Drawing()
+        drawn = []
+
+        def draw(*_, drawn=drawn):
+            drawn.append((float(torch.rand(())), random.random(), float(np.random.rand())))
+
         strategy = ours(num_microbatches=microbatches, layers=DROPPING_LAYERS, plan=plan)
-        run(strategy, LEARNING, _wide(3), devices=devices, callbacks=[drawing])
-        seen.append(drawing.drawn)
+        run(strategy, LEARNING, _wide(3), devices=devices, callbacks=[callback(passive=True, on_train_batch_end=draw)])
+        seen.append(drawn)
     assert all(drawn == seen[0] for drawn in seen)
     assert len({value for drawn in seen[0] for value in drawn}) == 9

@@ -2,12 +2,9 @@
 
 import harness
 import pytest
-import stress
 import torch
 import torch.nn.functional as F
 from harness import Learner, ours, run, save_after
-from ordering import Ordering
-from stress import CALLS, Case
 from torch import nn
 from torch.amp import GradScaler
 
@@ -151,18 +148,6 @@ def test_bytes_are_those_of_the_format_and_sums_do_not_travel_back(round_microba
         assert any(event["kind"] == "upload_gradients" for event in result.report["events"]) is again
         costs = result.report["costs"]["calls"]
         assert [call["reduced_bytes"] for call in costs] == [768 if result is narrow else None] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "blocking"), [(harness.per_call(CALLS, 2), False), (harness.single(CALLS, 1), True)])
-def test_delays_and_poison_change_no_bit(plan, blocking):
-    """Rounds land one after another in the same memory, and so do batches."""
-    case = Case(plan, 3, 4, (6, 6, 6, 6), accumulate=2, blocking=blocking)
-    kind = stress.train(Case(plan, 1, 4, case.sizes, accumulate=2, blocking=blocking, emulation={}), reduce_dtype=BF16)
-    with Ordering() as ordering:
-        hard = stress.train(case, reduce_dtype=BF16)
-    assert not stress.wrong(hard, kind.result) + ordering.faults
-    assert stress.wrong(hard, stress.reference(case)), "nothing was rounded"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -4,12 +4,11 @@ What is compared with is the same run with all weights sent as they are: to the 
 gives is compared with plain training in other tests.
 """
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Learner, assert_identical, ours, run
+from harness import Learner, assert_identical, callback, ours, run
 from test_precision_scaling import scaler
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -237,24 +236,20 @@ def test_with_staleness_it_is_refused():
 # ----------------------------------------------------------------------------------------------------------- all around
 
 
-class Writing(pl.Callback):
-    """Between steps, in ways that move no counter."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 2:
-            pl_module.blocks[0].weight.data.mul_(1.5)
-            pl_module.blocks[2].weight.data = pl_module.blocks[2].weight.data * 1.5
+def writes(trainer, module, batch, batch_idx):
+    """In ways that move no counter."""
+    if batch_idx == 2:
+        module.blocks[0].weight.data.mul_(1.5)
+        module.blocks[2].weight.data = module.blocks[2].weight.data * 1.5
 
 
-class Freezing(pl.Callback):
-    roundpipe_passive_hooks = True
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        pl_module.blocks[1].requires_grad_(batch_idx not in (2, 3))
+def freezes(trainer, module, batch, batch_idx):
+    module.blocks[1].requires_grad_(batch_idx not in (2, 3))
 
 
-@pytest.mark.parametrize(("callback", "plans"), [(Writing, 1), (Freezing, 3)])
-def test_between_steps(callback, plans):
+@pytest.mark.parametrize(("change", "plans"), [(writes, 1), (freezes, 3)])
+def test_between_steps(change, plans):
     """Weights are written to, and other ones are trained."""
-    names, _ = both(Model, make_batches(6), strategy={"layers": ["Block"]}, callbacks=[callback()])
+    changing = callback(passive=change is freezes, on_train_batch_start=change)
+    names, _ = both(Model, make_batches(6), strategy={"layers": ["Block"]}, callbacks=[changing])
     assert names == plans * [weights(0, 1, 2)]

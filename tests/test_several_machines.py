@@ -15,23 +15,14 @@ pytestmark = pytest.mark.timeout(10 * PATIENCE_S)
 
 CASES = {
     "adamw": {"late": 1.5},
-
     "looked at, and accumulated": {"blocking": True, "accumulate_grad_batches": 2, "steps": 5, "even": True},
     "clipped and accumulated": {
-        "gradient_clip_val": 0.1,
-        "accumulate_grad_batches": 2,
-        "steps": 5,
-        "devices": [2, 1],
-        "even": True,
+        "gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "steps": 5, "devices": [2, 1], "even": True,
     },
     "a mean of its own": {"own_mean": True, "optimizer": "sgd"},
-
     "stale, clipped, state everywhere": {
-        "options": {"staleness": 1, "shard_optimizer": False},
-        "gradient_clip_val": 0.1,
+        "options": {"staleness": 1, "shard_optimizer": False}, "gradient_clip_val": 0.1,
     },
-
-
     "dropout": {"dropout": 0.2},
     "small": {"model": "mlp"},
     "small, clipped and accumulated": {
@@ -110,7 +101,7 @@ def test_two_machines_are_one_with_all_samples(tmp_path):
 def test_slurm_with_one_task_on_each_machine(tmp_path):
     """Lightning learns who is who from SLURM, the address included."""
     case = {"steps": 2, "devices": [1, 2]}
-    processes = several_machines.start("cases", 2, tmp_path, {"cases": [case]}, slurm="alone")
+    processes = several_machines.start("cases", 2, tmp_path, {"cases": [case]}, slurm=True)
     ended = several_machines.collect(processes, tmp_path, PATIENCE_S)
     assert [one.status for one in ended] == [0, 0], "\n\n".join(one.output for one in ended)
     found = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)[0] for rank in range(2)]
@@ -122,6 +113,13 @@ def test_slurm_with_one_task_on_each_machine(tmp_path):
 @pytest.mark.parametrize("rounded", [False, True])
 def test_in_other_ways(rounded, tmp_path):
     compare(tmp_path, [name for name in CASES if name not in (*QUICKLY, *SMALL) and (name in ROUNDED) is rounded])
+
+
+@pytest.mark.slow
+def test_three_machines_are_one(tmp_path):
+    case = {"microbatches": 6, "samples": 12, "options": {"staleness": 1}, "gradient_clip_val": 0.1}
+    found = several_machines.results("cases", tmp_path, machines=3, cases=[case])
+    assert_one(case, [results[0] for results in found], ours=True)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import harness
-import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
@@ -54,20 +53,16 @@ class Held:
         )
 
 
-class Watch(pl.Callback):
-    def __init__(self):
-        self.held = {}
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step in (EARLY, STEPS):
-            self.held[trainer.global_step] = Held.now(trainer)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux shows in /proc")
 def test_hundreds_of_steps(tmp_path):
-    watch = Watch()
+    held = {}
+
+    def watch(trainer, *_):
+        if trainer.global_step in (EARLY, STEPS):
+            held[trainer.global_step] = Held.now(trainer)
+
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=EVERY, save_top_k=1, monitor="train/loss_step")
     trainer = harness.trainer_of(
         harness.ours(num_microbatches=3),
@@ -77,11 +72,11 @@ def test_hundreds_of_steps(tmp_path):
         val_check_interval=EVERY,
         check_val_every_n_epoch=None,
         enable_checkpointing=True,
-        callbacks=[watch, checkpoints],
+        callbacks=[harness.callback(on_train_batch_end=watch), checkpoints],
     )
     batches = zoo.make_batches("llama", 8)
     trainer.fit(zoo.make_module("llama"), harness.loader(batches), harness.loader(batches[:2]))
-    early, last = watch.held[EARLY], watch.held[STEPS]
+    early, last = held[EARLY], held[STEPS]
     assert last.threads == early.threads
     assert last.files == early.files
     assert last.device == early.device

@@ -81,15 +81,25 @@ def test_any_schedule(case):
     check(case)
 
 
+BY_HAND = [
+    Case(harness.per_call(CALLS, 2), 3, 5, accumulate=2, sizes=(9, 7, 8, 5), skips=(2, 1)),
+    Case(None, 3, 1, sizes=(8, 7, 8, 5), skips=(2, 0)),
+    Case(harness.per_call(CALLS, 2), 3, 4, (6, 6, 6, 6), accumulate=2, reduce_dtype="bfloat16"),
+    Case(harness.single(CALLS, 1), 3, 4, (6, 6, 6, 6), accumulate=2, blocking=True, reduce_dtype="bfloat16"),
+]
+"""Corners that are always looked at, whatever examples are drawn."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(len(BY_HAND)))
 def test_many_schedules(part):
     """The same ones each time, so that a change is judged by itself; another ``STRESS_SEED`` gives others."""
 
     @seed(4 * int(os.environ.get("STRESS_SEED", "0")) + part)
     @settings(stress, max_examples=12, database=None)
     @given(case=cases())
+    @example(case=BY_HAND[part])
     def any_schedule(case):
         check(case)
 
@@ -127,32 +137,9 @@ def test_a_step_leaves_nothing_behind(empty, carry):
     finally:
         gc.enable()
     gone = {
-        "Step",
-        "Microbatch",
-        "UserCodeMode",
-        "LayerCall",
-        "Gradients",
-        "InputEdge",
-        "Outcome",
-        "Slot",
-        "HostTensor",
+        "Step", "Microbatch", "UserCodeMode", "LayerCall", "Gradients", "InputEdge", "Outcome", "Slot", "HostTensor",
         "DeviceGradSums",
-    }
+    }  # fmt: skip
     assert len(alive.left) == 4
     assert [sorted(gone & left.keys()) for left in alive.left] == [[]] * 4
     assert alive.left[2].keys() >= {"GradientPool", "Worker"}, "nothing was looked at"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            Case(harness.per_call(CALLS, 2), 3, 5, accumulate=2, sizes=(9, 7, 8, 5), skips=(2, 1)), id="cut everywhere"
-        ),
-        pytest.param(Case(None, 3, 1, sizes=(8, 7, 8, 5), skips=(2, 0)), id="no plan"),
-    ],
-)
-def test_schedules_by_hand(case):
-    """Corners that are always looked at, whatever examples are drawn above."""
-    check(case)

@@ -10,7 +10,7 @@ import harness
 import pytest
 import zoo
 from harness import assert_identical, assert_plain, assert_same
-from zoo_runs import batches, calls, expected, module, plain, train, trained
+from zoo_runs import calls, expected, module, plain, train, trained
 
 
 def _cases(names):
@@ -57,13 +57,6 @@ def test_cut_at_every_call_and_uneven(name, lora):
     result = train(name, lora, 2, samples=5, num_microbatches=3, plan=plan)
     assert_same(expected(name, lora, 3, samples=5), result, outputs=not zoo.ENTRIES[name].coupled)
     assert result.report["plan"].split("; round")[0] == plan.split("; round")[0]
-
-
-@pytest.mark.parametrize("frozen", ["stem", "blocks.3"])
-def test_frozen_parts(frozen):
-    part, given = zoo.make_module("mlp"), batches("mlp", window=3)
-    part.model.get_submodule(frozen).requires_grad_(False)
-    assert_plain(part, given, accumulate_grad_batches=3)
 
 
 def test_a_microbatch_without_any_target():

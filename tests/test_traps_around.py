@@ -1,8 +1,10 @@
 """Traps in weights that are not a layer's own or change in a step, and in modes, flags and threads around layers."""
 
 import contextlib
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -79,7 +81,19 @@ def sets_its_data(self, x):
     return Block.forward(self, x)
 
 
-trap("a layer sets its weights' data", "writes to its own parameters while it runs", forward=sets_its_data)(in_turn)
+CALLS = itertools.count()
+
+
+def writes_later(self, x):
+    data = self.inner.weight.data
+    if next(CALLS) > 20:  # behind the first window, in which it only reads them
+        data.mul_(0.5)
+    return Block.forward(self, x)
+
+
+OWN = "writes to its own parameters while it runs"
+trap("a layer sets its weights' data", OWN, forward=sets_its_data)(in_turn)
+trap("a layer begins to write to its weights' data", OWN, forward=writes_later)(in_turn)
 
 
 def give_a_neighbour(self, net):
@@ -135,6 +149,45 @@ def _(net, h):
         return in_turn(net, h)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+SCALE, LOCAL = ContextVar("scale", default=1.0), threading.local()
+
+
+class Scaled(Block):
+    """Beside the ``threading.local`` that it reads."""
+
+    def forward(self, x):
+        return super().forward(x) * SCALE.get() * getattr(LOCAL, "scale", 1.0)
+
+
+@contextlib.contextmanager
+def variable(value):
+    token = SCALE.set(value)
+    yield
+    SCALE.reset(token)
+
+
+@contextlib.contextmanager
+def of_thread(value):
+    LOCAL.scale, LOCAL.kept = value, torch.full((2,), value)  # which does not compare to one truth value
+    yield
+    del LOCAL.scale, LOCAL.kept
+
+
+for way, around in {"context variable": variable, "thread-local value": of_thread}.items():
+
+    def within(net, h, around=around):
+        with around(1.5 + float(h.detach().mean())):
+            return in_turn(net, h)
+
+    def begins(self, around=around):
+        self.entered = contextlib.ExitStack()
+        self.entered.enter_context(around(1.5))
+
+    trap(f"a {way} around layers", block=Scaled)(within)
+    hooks = {"on_train_start": begins, "on_train_end": lambda self: self.entered.close()}
+    trap(f"a {way} around training", block=Scaled, **hooks)(in_turn)
 
 
 def call_and_forget(layer, h):

@@ -2,6 +2,8 @@
 patches.
 """
 
+import itertools
+
 import pytest
 import torch
 import zoo
@@ -114,6 +116,58 @@ trap(
     block=Counting,
     forward=counts_in_backward,
 )(in_turn)
+
+
+class WithTable(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+
+
+def registers(self, x):
+    """As rotary caches do."""
+    if self.inner._buffers.get("seen") is None:
+        self.inner.register_buffer("seen", torch.linspace(1, 2, x.shape[-1]))
+    return Block.forward(self, x * self.inner.seen)
+
+
+def deletes(self, x):
+    if hasattr(self, "table"):
+        del self.table
+    return Block.forward(self, x)
+
+
+trap("a layer registers a buffer", forward=registers, blocking=True)(in_turn)
+trap("a layer deletes a buffer", block=WithTable, forward=deletes, blocking=True)(in_turn)
+
+
+def adds(what):
+    def forward(self, x):
+        if what == "weight":
+            self.inner.weight = nn.Parameter(self.inner.weight.detach() * 1.1)
+        elif not hasattr(self, "added") and (what != "parameter, later" or next(CALLS) > 20):  # in the second window
+            self.added = nn.Linear(2, 2) if what == "module" else nn.Parameter(torch.ones(3))
+        return Block.forward(self, x)
+
+    return forward
+
+
+def first_alone(net, h):
+    for _ in range(3):
+        h = net.blocks[0](h)
+    return h
+
+
+CALLS = itertools.count()
+REGISTERED = {
+    "parameter": "the parameter 'added' of its Block",
+    "parameter, later": "the parameter 'added' of its Block",
+    "module": "the module 'added' of its Block",
+    "weight": "the parameter 'weight' of its Linear",
+}
+for what, named in REGISTERED.items():
+    error = f"layer 'model.blocks.0' registers, replaces or removes {named}"
+    trap(f"a layer registers a {what}", error, forward=adds(what))(first_alone)
 
 
 # ------------------------------------------------------------------------------------------ attributes set by user code

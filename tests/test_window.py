@@ -48,8 +48,8 @@ class Net(pl.LightningModule):
         return self.head(self.blocks(x))
 
     def loss(self, batch):
-        if isinstance(batch, dict):
-            return sum((self.loss(part) for part in batch.values() if part is not None), torch.zeros(()))
+        if isinstance(batch[0], (list, tuple, type(None))):  # of several loaders
+            return sum((self.loss(part) for part in batch if part is not None), torch.zeros(()))
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
@@ -230,21 +230,17 @@ def test_logger_called_in_training_step(devices):
     assert len(direct[0]) == 13
 
 
-@DEVICES
-def test_attributes_set_by_hooks(devices):
+class Sets(Net):
     """What a hook sets stays for later hooks; ``training_step`` sees it from the next window on."""
 
-    class Sets(Net):
-        seen, hooked = -1, -1
+    seen, hooked = -1, -1
 
-        def training_step(self, batch, batch_idx):
-            self.seen = self.hooked if batch_idx % WINDOW == 0 else self.seen
-            return super().training_step(batch, batch_idx)
+    def training_step(self, batch, batch_idx):
+        self.seen = self.hooked if batch_idx % WINDOW == 0 else self.seen
+        return super().training_step(batch, batch_idx)
 
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            self.hooked = batch_idx
-
-    assert_window(devices, Sets)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooked = batch_idx
 
 
 # ------------------------------------------------------------------------------------------------ lengths and intervals
@@ -258,20 +254,6 @@ def test_validation_inside_a_window(devices, make):
     assert len(plain.of("on_validation_start")) == 2 * (13 // 6)
 
 
-@DEVICES
-@pytest.mark.parametrize(("count", "streamed"), [(20, True), (21, False), (3, True), (1, False)])
-def test_length_of_an_epoch(devices, count, streamed):
-    """A short window at an epoch's end is divided by the full one's size, of a stream, too."""
-    assert_window(devices, loader=lambda: DataLoader(Stream(count), batch_size=1) if streamed else loader(count))
-
-
-@DEVICES
-@pytest.mark.parametrize("limit", [5, 7, 9])
-def test_stream_that_ends_before_its_limit(devices, limit):
-    """Lightning learns that such an epoch is over behind its last batch, and so makes no step of a short window."""
-    assert_window(devices, loader=lambda: DataLoader(Stream(6), batch_size=1), limit_train_batches=limit)
-
-
 class Stream(IterableDataset[Any]):
     """Has no length, and loses its place if it is read twice."""
 
@@ -283,26 +265,6 @@ class Stream(IterableDataset[Any]):
         while self.at < len(self.items):
             self.at += 1
             yield self.items[self.at - 1]
-
-
-INTERVALS = {
-    "steps without epochs": {
-        "max_steps": 5,
-        "max_epochs": -1,
-        "check_val_every_n_epoch": None,
-        "val_check_interval": 5,
-    },
-    "reloaded": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
-    "sanity": {"num_sanity_val_steps": 2},
-    "a window as long as two epochs": {"accumulate_grad_batches": 26},
-}
-
-
-@DEVICES
-@pytest.mark.parametrize("options", INTERVALS.values(), ids=INTERVALS)
-def test_intervals_of_the_trainer(devices, options):
-    """Batches, steps and epochs count as always."""
-    assert_window(devices, **options)
 
 
 @DEVICES
@@ -334,13 +296,6 @@ def test_shuffling_by_the_default_generator(devices):
     assert_window(devices, seeded, loader=lambda: loader(shuffle=True), max_epochs=3, val_check_interval=6)
 
 
-@DEVICES
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_two_loaders(devices, mode):
-    """A batch of several loaders is one batch."""
-    assert_window(devices, loader=lambda: CombinedLoader({"a": loader(), "b": loader(6)}, mode))
-
-
 class Gaps(Dataset[Any]):
     """Some of its batches are None."""
 
@@ -361,20 +316,6 @@ class Tolerant(Net):
         return batch
 
     on_after_batch_transfer = on_before_batch_transfer
-
-
-@DEVICES
-@pytest.mark.parametrize("gaps", [(0, 3), (4, 5, 6, 7)], ids=str)
-def test_none_from_a_loader(devices, gaps):
-    """Lightning passes by a batch that is None, and counts it."""
-    assert_window(devices, Tolerant, loader=lambda: DataLoader(Gaps(gaps), batch_size=None))
-
-
-@DEVICES
-@pytest.mark.parametrize("skipped", [(0, 3, 12), (4, 5, 6, 7)], ids=str)
-def test_none_from_training_step(devices, skipped):
-    """A batch without a loss has no gradients, and is divided by the window's size all the same."""
-    assert_window(devices, lambda: Net(skipped=skipped))
 
 
 class Refusing(Block):
@@ -401,10 +342,45 @@ class Catching(Net):
             return None
 
 
+def streamed(count):
+    return lambda: DataLoader(Stream(count), batch_size=1)
+
+
+def with_gaps(*gaps):
+    return lambda: DataLoader(Gaps(gaps), batch_size=None)
+
+
+SCRIPTS = {
+    "a short window at the end of a stream": {"loader": streamed(21)},
+    "a stream of full windows": {"loader": streamed(20)},
+    "an epoch of a short window": {"loader": streamed(3)},
+    "an epoch of a batch": {"loader": lambda: loader(1)},
+    # Lightning learns that such an epoch is over behind its last batch, and so makes no step of a short window.
+    "a stream that ends at its limit but one": {"loader": streamed(6), "limit_train_batches": 7},
+    "a stream that ends before its limit": {"loader": streamed(6), "limit_train_batches": 9},
+    "a limit within a window": {"loader": streamed(6), "limit_train_batches": 5},
+    "steps without epochs": {
+        "max_steps": 5, "max_epochs": -1, "check_val_every_n_epoch": None, "val_check_interval": 5,
+    },
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
+    "sanity": {"num_sanity_val_steps": 2},
+    "a window as long as two epochs": {"accumulate_grad_batches": 26},
+    "two loaders, the shorter one again": {"loader": lambda: CombinedLoader([loader(), loader(6)], "max_size_cycle")},
+    "two loaders, until the shorter one ends": {"loader": lambda: CombinedLoader([loader(), loader(6)], "min_size")},
+    "None from a loader": {"make": Tolerant, "loader": with_gaps(0, 3)},
+    "a window of None from a loader": {"make": Tolerant, "loader": with_gaps(4, 5, 6, 7)},
+    # It has no gradients, and is divided by the window's size all the same.
+    "None from training_step": {"make": lambda: Net(skipped=(0, 3, 12))},
+    "a window of None from training_step": {"make": lambda: Net(skipped=(4, 5, 6, 7))},
+    "errors of layers that training_step catches": {"make": Catching},
+    "attributes that hooks set": {"make": Sets},
+}  # fmt: skip
+
+
 @DEVICES
-def test_errors_of_layers_that_training_step_catches(devices):
-    """The batch has no loss, as if ``training_step`` had returned None by itself; in the first window, too."""
-    assert_window(devices, Catching)
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_script(devices, script):
+    assert_window(devices, **script)
 
 
 # ------------------------------------------------------------------------------------------------------------- failures

@@ -55,10 +55,13 @@ def in_turn(net, h):
 
 
 class Trap(zoo.PlainClassifier):
-    """A LightningModule with something unusual about it. ``calls`` is how many calls a microbatch makes."""
+    """A LightningModule with something unusual about it. ``calls`` is how many calls a microbatch makes.
+
+    ``blocking``: the strategy is set up anew in training, which gradients are not taken from the optimizer's thread of.
+    """
 
     calls = 5
-    late = False
+    late = blocking = False
 
     def arrange(self, net):
         """Done before training, or when training has been set up if ``late``."""
@@ -113,7 +116,7 @@ class Traps:
         kind = self.equal[name]
         plain = run("auto", self.build(kind), **windows())
         chosen = strategy(plan=halves(kind.calls), emulation={"poison": True})
-        assert_same(plain, run(chosen, self.build(kind), devices=3, **windows()))
+        assert_same(plain, run(chosen, self.build(kind), devices=3, blocking=kind.blocking, **windows()))
 
     def check_refused(self, name):
         kind, error = self.refused[name]

@@ -35,9 +35,9 @@ LONGEST_JOURNAL = 4096
 class _Tracked(weakref.ref[torch.UntypedStorage]):
     """A storage that counts until it is freed. Its journal entry is the reference itself."""
 
-    __slots__ = ("place",)
-    place: tuple[int, str]
-    """(key, purpose)"""
+    __slots__ = ("key", "purpose")
+    key: int
+    purpose: str
 
 
 class Ledger:
@@ -57,7 +57,7 @@ class Ledger:
         self.note = self._journal.append
         """Adds an entry, without a lock; `end` for callers that are in a hurry."""
         self._entries: dict[int, tuple[int, list[str]]] = {}
-        self._tracked: dict[tuple[int, str], _Tracked] = {}
+        self._tracked: dict[int, _Tracked] = {}
         self._total = 0
         self._peak = 0
 
@@ -76,9 +76,9 @@ class Ledger:
             self._journal.append((key, nbytes, purpose))
 
     def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
-        """Count ``storage`` until it is freed, once per purpose. For errors see `add`."""
-        place = storage._cdata, purpose
-        known = self._tracked.get(place)
+        """Count ``storage`` until it is freed, under the first purpose given for it. For errors see `add`."""
+        key = storage._cdata
+        known = self._tracked.get(key)
         if known is not None:
             if known() is not None:
                 return
@@ -86,13 +86,13 @@ class Ledger:
                 self._settle()
         # torch keeps the Python object as long as the storage lives.
         reference = _Tracked(storage, self.note)
-        reference.place = place
-        if self._tracked.setdefault(place, reference) is not reference:
+        reference.key, reference.purpose = key, purpose
+        if self._tracked.setdefault(key, reference) is not reference:
             return
         try:
-            self.add(place[0], storage.nbytes(), purpose)
+            self.add(key, storage.nbytes(), purpose)
         except BaseException:
-            del self._tracked[place]
+            del self._tracked[key]
             raise
 
     def end(self, key: int, purpose: str) -> None:
@@ -133,9 +133,8 @@ class Ledger:
         while journal:
             noted = journal.popleft()
             if type(noted) is _Tracked:
-                del self._tracked[noted.place]
-                key, purpose = noted.place
-                nbytes = -1
+                del self._tracked[noted.key]
+                key, nbytes, purpose = noted.key, -1, noted.purpose
             else:
                 key, nbytes, purpose = noted
             entry = entries.get(key)

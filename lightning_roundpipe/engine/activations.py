@@ -97,7 +97,7 @@ class Activations:
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
-        saved = download(tensor, home, self._recorder, self._microbatch, self._staging)
+        saved = self._download(tensor, home)
         if not tensor.is_inference():
             alive = weakref.ref(tensor, functools.partial(self._known.pop, id(tensor)))
             self._known[id(tensor)] = alive, version, saved
@@ -116,27 +116,32 @@ class Activations:
         if tensor.layout is not torch.strided:
             return _sparse_on_host(tensor, home)
         ready = ready or home.compute.record()
-        return _downloaded(home.host_like(tensor), tensor, home, ready, self._recorder, self._microbatch)
+        return self._downloaded(home.host_like(tensor), tensor, home, ready)
 
     def move(self, tensor: Tensor, home: Device, to: Device) -> Arriving:
         """Enqueue a copy of ``tensor``, which nobody writes to, from ``home`` to another device, through the host."""
         sent = self.send(tensor, home, to)
         if isinstance(sent, HostTensor):
-            return upload(sent, to, self._recorder, self._microbatch)
+            return self._upload(sent, to)
         return Arriving(sent, None)
 
     def bring_ahead(self, saved: Iterable[HostTensor], device: Device, room: Room, *, lent: bool = True) -> None:
         """Begin to bring what the next call on ``device`` needs, as far as there is room [3]."""
         for each in saved:
             if id(each) not in self._here and room.take(tensor_bytes(each.tensor)):
-                arriving = upload(each, device, self._recorder, self._microbatch, lent=lent)
+                arriving = self._upload(each, device, lent=lent)
                 self._here[id(each)] = _Here(each, arriving, room, lent=lent)
 
-    def on(self, saved: HostTensor, device: Device, *, lent: bool = True) -> Arriving:
-        """Return a saved tensor on ``device``, for a call whose turn it is. It is there until `drop`."""
+    def on(self, saved: HostTensor | Tensor, device: Device, *, lent: bool = True) -> Arriving:
+        """Return a saved tensor on ``device``, for a call whose turn it is. It is there until `drop`.
+
+        One that is no `HostTensor` is there already.
+        """
+        if not isinstance(saved, HostTensor):
+            return Arriving(saved, None)
         here = self._here.get(id(saved))
         if here is None:
-            arriving = upload(saved, device, self._recorder, self._microbatch, lent=lent)
+            arriving = self._upload(saved, device, lent=lent)
             here = self._here[id(saved)] = _Here(saved, arriving, None, lent=lent)
         here.used()
         return here.arriving
@@ -152,44 +157,60 @@ class Activations:
         if gone and device is not None:
             device.free_after_compute([here.arriving.tensor for here in gone if here.lent])
 
+    # -- copies -------------------------------------------------------------------------------------------------------
 
-def download(tensor: Tensor, home: Device | None, recorder: Recorder, microbatch: int, staging: Device) -> HostTensor:
-    """Enqueue a copy of ``tensor`` to the host. What is written to it afterwards does not matter."""
-    if tensor.is_nested:
-        raise RoundPipeError(
-            "a nested tensor (torch.nested) goes into a layer or out of it, and cannot be copied between devices: hand "
-            "on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the nested "
-            "tensor and computes with it in RoundPipeStrategy(layers=[...]), so that it is one layer."
-        )
-    if home is None:
-        with torch.inference_mode(False):
-            return HostTensor(stage(tensor.detach(), staging), None)
-    if tensor.layout is not torch.strided:
-        return _sparse_on_host(tensor, home)
-    with home.compute.running():
-        host = home.host_like(tensor)
-        to, of = check_copy(host, tensor)
-        of = of.clone()
-    return _downloaded(to, of, home, home.compute.record(), recorder, microbatch, host)
+    def _download(self, tensor: Tensor, home: Device | None) -> HostTensor:
+        """Enqueue a copy of ``tensor`` to the host. What is written to it afterwards does not matter."""
+        if tensor.is_nested:
+            raise RoundPipeError(
+                "a nested tensor (torch.nested) goes into a layer or out of it, and cannot be copied between devices: "
+                "hand on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the "
+                "nested tensor and computes with it in RoundPipeStrategy(layers=[...]), so that it is one layer."
+            )
+        if home is None:
+            with torch.inference_mode(False):
+                return HostTensor(stage(tensor.detach(), self._staging), None)
+        if tensor.layout is not torch.strided:
+            return _sparse_on_host(tensor, home)
+        with home.compute.running():
+            host = home.host_like(tensor)
+            to, of = check_copy(host, tensor)
+            of = of.clone()
+        return self._downloaded(to, of, home, home.compute.record(), host)
+
+    def _downloaded(
+        self, to: Tensor, of: Tensor, home: Device, ready: Event, whole: Tensor | None = None
+    ) -> HostTensor:
+        """Enqueue a copy to the host, behind ``ready``. Returns ``whole``, of which ``to`` is what is written."""
+        stream = home.activations_down
+        stream.wait(ready)
+        start = stream.record(timed=True)
+        stream.copy(to, of)
+        end = stream.record(timed=True)
+        self._recorder.add("download_activations", home.index, start, end, self._microbatch, of.nbytes)
+        return HostTensor(to if whole is None else whole, end)
+
+    def _upload(self, saved: HostTensor, device: Device, *, lent: bool = False) -> Arriving:
+        """Enqueue a copy of ``saved`` to ``device``."""
+        if saved.tensor.layout is not torch.strided:
+            return Arriving(saved.tensor.to(device.torch_device, copy=True), None)
+        stream = device.activations_up if saved.ready is None or saved.ready.done() else device.arrivals_up
+        there = device.device_like(saved.tensor, stream, lent=lent)
+        device.track_until_freed([there], INPUTS)
+        if saved.ready is not None:
+            stream.wait(saved.ready)
+        start = stream.record(timed=True)
+        stream.copy(there, saved.tensor)
+        end = stream.record(timed=True)
+        nbytes = tensor_bytes(saved.tensor)
+        self._recorder.add("upload_activations", device.index, start, end, self._microbatch, nbytes)
+        return Arriving(there, end)
 
 
 def _sparse_on_host(tensor: Tensor, home: Device) -> HostTensor:
     """Return a copy of a tensor without one storage of its own, for which the host waits."""
     with torch.no_grad(), torch.inference_mode(False), home.compute.running():
         return HostTensor(tensor.detach().cpu().clone(), None)
-
-
-def _downloaded(
-    to: Tensor, of: Tensor, home: Device, ready: Event, recorder: Recorder, microbatch: int, whole: Tensor | None = None
-) -> HostTensor:
-    """Enqueue a copy to the host, behind ``ready``. Returns ``whole``, of which ``to`` is what is written."""
-    stream = home.activations_down
-    stream.wait(ready)
-    start = stream.record(timed=True)
-    stream.copy(to, of)
-    end = stream.record(timed=True)
-    recorder.add("download_activations", home.index, start, end, microbatch, of.nbytes)
-    return HostTensor(to if whole is None else whole, end)
 
 
 def download_parts(
@@ -207,19 +228,3 @@ def download_parts(
     end = stream.record(timed=True)
     recorder.add("download_activations", home.index, start, end, microbatch, whole.nbytes)
     return HostTensor(whole, end)
-
-
-def upload(saved: HostTensor, device: Device, recorder: Recorder, microbatch: int, *, lent: bool = False) -> Arriving:
-    """Enqueue a copy of ``saved`` to ``device``."""
-    if saved.tensor.layout is not torch.strided:
-        return Arriving(saved.tensor.to(device.torch_device, copy=True), None)
-    stream = device.activations_up if saved.ready is None or saved.ready.done() else device.arrivals_up
-    there = device.device_like(saved.tensor, stream, lent=lent)
-    device.track_until_freed([there], INPUTS)
-    if saved.ready is not None:
-        stream.wait(saved.ready)
-    start = stream.record(timed=True)
-    stream.copy(there, saved.tensor)
-    end = stream.record(timed=True)
-    recorder.add("upload_activations", device.index, start, end, microbatch, tensor_bytes(saved.tensor))
-    return Arriving(there, end)

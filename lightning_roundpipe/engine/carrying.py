@@ -88,6 +88,10 @@ class Carried(NamedTuple):
     products: Sequence[Product]
     block: Sequence[HostTensor]
 
+    def returning(self, brought: Sequence[Tensor], generator: torch.Generator) -> Returning | None:
+        """Return the mode of the recomputation, where the block has been ``brought``; None if there is nothing."""
+        return Returning(self.products, brought[0], generator) if self.products else None
+
 
 NOTHING_CARRIED = Carried((), ())
 

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from threading import local
 
+import torch
+from torch import nn
+
 from lightning_roundpipe.config import Options
-from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.engine.compiling import forwards_of
+from lightning_roundpipe.engine.executor import Executor, FirstWindow
+from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.layer_attributes import LayerAttributes
 from lightning_roundpipe.engine.main_thread import MainThread
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.randomness import Randomness
 from lightning_roundpipe.engine.trace import Trace
-from lightning_roundpipe.memory.grad_buffers import GradientMemory
+from lightning_roundpipe.estimates.nominal import nominal
+from lightning_roundpipe.faults.interrupts import interrupts_allowed
+from lightning_roundpipe.machines.peers import Peers
+from lightning_roundpipe.memory.budget import layers_that_fit
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
+from lightning_roundpipe.user_code.interception import InterceptedModule
 from lightning_roundpipe.user_code.module_state import SharedAttributes
-from lightning_roundpipe.user_code.thread_state import TorchThreadState
+from lightning_roundpipe.user_code.thread_state import TorchThreadState, thread_locals_of
 
 
 @dataclass
@@ -53,6 +65,7 @@ class Context:
     Attributes:
         main: the main thread beside a step in flight.
         learned: what the first window has shown.
+        user: the user's module, intercepted.
         thread_locals: thread-local objects of user code, whose values microbatches' threads take over.
         exchange: sums gradients over several machines; None if there is only one.
     """
@@ -68,18 +81,68 @@ class Context:
     randomness: Randomness
     learned: Learned
     thread_locals: tuple[local, ...]
+    hints: Hints
+    user: InterceptedModule
     exchange: GradientExchange | None = None
-    slots: itertools.count[int] = field(default_factory=itertools.count)
-
-    def align_slots(self, every: int) -> None:
-        """Skip slots until the next one's index is a multiple of ``every``.
-
-        Stages that are cut for one of unequal workers come to it in all steps then; slots of evaluation and of other
-        calls would shift them.
-        """
-        for _ in range(-(next(self.slots) + 1) % every):
-            next(self.slots)
 
     def thread_state(self) -> TorchThreadState:
         """Capture the calling thread's torch modes."""
         return TorchThreadState.capture(self.pool.device_types, self.thread_locals)
+
+
+def make_context(
+    module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
+    formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
+) -> Context:  # fmt: skip
+    """Return the parts of an engine. Its threads run until `Engine.close`.
+
+    Args:
+        module: the user's LightningModule, with its weights on the CPU.
+        options: the strategy's options, already checked.
+        inform: called with the text of each hint.
+        formats: number formats of layers and user code.
+        fitting: whether the module will be trained. A module without layers is an error only then.
+        peers: the other machines that train the same model; None if there are none.
+    """
+    compiler, formats = forwards_of(options), formats or Formats()  # it refuses wrong options before threads start
+    with interrupts_allowed():  # copies all weights, and no thread has been started yet
+        found = layers_that_fit(module, options, devices, formats, fitting=fitting)
+        model = HostModel(module, found.layers, devices[0], formats, double_buffered=bool(options.staleness))
+    hints = Hints(inform)
+    hints.of_cuts(found)
+    pool = Pool(
+        devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
+        elsewhere=peers.liveness.says if peers is not None else str,
+    )  # fmt: skip
+    reduction, exchange = Reduction(_dtype(options.reduce_dtype), pool.summing), None
+    if peers is not None:
+        dtype, shards = _dtype(options.network_dtype), options.shard_optimizer
+        exchange = GradientExchange(peers, model.buckets, dtype, shards=shards)
+    casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
+    may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
+    carries = may_carry and not compiler.compiled
+    rates = nominal(devices[0].torch_device.type) if options.plan == "static" else None
+    attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
+    first_window = FirstWindow(rates, casts=casts, carries=carries)
+    shared = SharedAttributes(model.module)
+    shared.touched = attributes.touched
+    return Context(
+        options=options,
+        model=model,
+        pool=pool,
+        main=MainThread(pool, randomness),
+        executors=[Executor(worker, randomness, compiler, model.bucket_of, first_window) for worker in pool.workers],
+        gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
+        attributes=attributes,
+        shared=shared,
+        randomness=randomness,
+        learned=Learned(),
+        thread_locals=thread_locals_of(model.module),
+        hints=hints,
+        user=InterceptedModule(model, on_accelerator=pool.accelerator is not None),
+        exchange=exchange,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -8,50 +8,31 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.batches.logs import LogRecorder
 from lightning_roundpipe.batches.weights import LossWeights
-from lightning_roundpipe.config import Options, RoundPipeError
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.thread_owner import context_of_thread
-from lightning_roundpipe.engine.compiling import LayerCompiler, forwards_of
-from lightning_roundpipe.engine.context import Context, Learned
+from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.evaluation_batches import Batch
-from lightning_roundpipe.engine.executor import Executor
-from lightning_roundpipe.engine.hints import Hints
-from lightning_roundpipe.engine.layer_attributes import LayerAttributes
-from lightning_roundpipe.engine.main_thread import MainThread
 from lightning_roundpipe.engine.manual import ManualStep
 from lightning_roundpipe.engine.microbatch import Microbatch, MicrobatchResult
-from lightning_roundpipe.engine.planner import Planner, rates_of
-from lightning_roundpipe.engine.pool import Pool
+from lightning_roundpipe.engine.planner import Planner
 from lightning_roundpipe.engine.process_state import any_changes
-from lightning_roundpipe.engine.randomness import CallerRandomState, Randomness
 from lightning_roundpipe.engine.report import Reports
-from lightning_roundpipe.engine.step import Step
-from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
+from lightning_roundpipe.engine.step import Step, training_spec
+from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
-from lightning_roundpipe.machines.peers import Peers
-from lightning_roundpipe.memory.budget import layers_that_fit
-from lightning_roundpipe.memory.dtypes import Formats
-from lightning_roundpipe.memory.grad_buffers import GradientMemory, Reduction
-from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere
-from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
-from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.worker_place import WorkerPlace
-from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
-from lightning_roundpipe.user_code.host_metrics import HostMetrics
-from lightning_roundpipe.user_code.interception import Interceptor, intercepted, without_caches
-from lightning_roundpipe.user_code.module_state import SharedAttributes, observed_writes
-from lightning_roundpipe.user_code.thread_state import thread_locals_of
+from lightning_roundpipe.user_code.interception import without_caches
+from lightning_roundpipe.user_code.module_state import observed_writes
 
 
 @dataclass
@@ -74,39 +55,16 @@ class WindowResult:
 class Engine:
     """Trains and evaluates one LightningModule on a set of devices.
 
-    Args:
-        module: the user's LightningModule, with its weights on the CPU.
-        options: the strategy's options, already checked.
-        formats: number formats of layers and user code.
-        fitting: whether the module will be trained. A module without layers is an error only then.
-        peers: the other machines that train the same model; None if there are none.
+    ``context``: its parts; see `make_context`.
     """
 
-    def __init__(
-        self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
-        formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
-    ) -> None:  # fmt: skip
-        compiler, formats = forwards_of(options), formats or Formats()  # it refuses wrong options before threads start
-        with interrupts_allowed():  # copies all weights, and no thread has been started yet
-            found = layers_that_fit(module, options, devices, formats, fitting=fitting)
-            self.model = model = HostModel(
-                module, found.layers, devices[0], formats, double_buffered=bool(options.staleness)
-            )
+    def __init__(self, context: Context) -> None:
+        self.context, self.model = context, context.model
         self.updates: AsyncOptimizer | None = None
         """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
-        self.hints = Hints(inform)
-        self.hints.of_cuts(found)
         self.within_window: Callable[[], bool] = lambda: False
-        pool = Pool(
-            devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
-            elsewhere=peers.liveness.says if peers is not None else str,
-        )  # fmt: skip
-        self.context = _context_of(model, pool, compiler, options, peers)
-        self._interceptors = [Interceptor(layer) for layer in model.layers]
-        self._accumulators = Accumulators()
-        self._metrics = HostMetrics(module if pool.accelerator is not None else nn.Module())
-        self.planner = Planner(self.context, self.hints)
-        self.reports = Reports(len(devices))
+        self.planner = Planner(context)
+        self.reports = Reports(len(context.pool.devices))
         self._step_in_flight: Step | None = None
         """The last window's step, if its outputs were returned and its backward may still run."""
         self._gradients: StepGradients | None = None
@@ -115,9 +73,7 @@ class Engine:
         """Whether user code may have read or written weights since the last window, or a step has failed."""
         self._settings: contextlib.ExitStack | None = None
         """What holds while a step is in flight."""
-        self.evaluations = Evaluations(
-            self.context, self._interceptors, self._metrics.bring_to_host, self.reports.count, self.hints.say
-        )
+        self.evaluations = Evaluations(context, self.reports.count)
         try:
             self.planner.reserve_for_layers()
         except BaseException:
@@ -157,17 +113,18 @@ class Engine:
         if not overlaps or (self._step_in_flight is not None and self._step_in_flight.spec.scope.failed):
             self._drain()
         plan, before = context.learned.plan, self._step_in_flight
-        step = Step(
-            context, seed, weights, self.updates, before, overlaps=overlaps, shares_state=shares_state, plan=plan,
+        spec = training_spec(
+            context, seed, weights, self.updates, plan, overlaps=overlaps, shares_state=shares_state,
             measures=plan is None and context.options.overlap and not context.learned.in_order,
         )  # fmt: skip
+        step = Step(context, spec, before)
         self._set_up()
         keeps = step.spec.plan is not None or not context.options.overlap or context.learned.in_order
         context.gradients.pool.begin_window(keeps=keeps)
         runs: list[Microbatch] = []
         try:
             with self._failing(step):
-                with intercepted(self._interceptors, step.spec.scope.fail):
+                with context.user.intercepted(step.spec.scope.fail):
                     context.attributes.begin()
                     context.shared.begin()
                     try:
@@ -179,7 +136,7 @@ class Engine:
                     self._end(before)
                 self.model.buffers.settle()
                 result = self._result_of(runs, step, None)
-                self._metrics.bring_to_host()
+                context.user.bring_metrics_to_host()
             self.planner.learn(step, self._drain)
             self._gradients = step.gradients
             if self.updates is not None and step.gradients is not None:
@@ -210,22 +167,15 @@ class Engine:
         step = ManualStep(context, seed, self.updates)
         self._set_up()
         context.gradients.pool.begin_window(keeps=True)
-        devices = CallerRandomState(context.pool.devices)
         try:
-            with self._failing(step), intercepted(self._interceptors, step.spec.scope.fail):
+            with self._failing(step), context.user.intercepted(step.spec.scope.fail):
                 context.randomness.learning = True
                 context.attributes.begin()
-                try:
-                    step.run([function], in_order=True)
-                finally:
-                    host = CallerRandomState([])
-                    devices.restore()
-                    host.restore()
-                output = step.microbatches[0].result.output
+                output = step.run_batch(function)
                 self.model.buffers.settle()
                 self.model.buffers.take_history()
             self._end(step)
-            self._metrics.bring_to_host()
+            context.user.bring_metrics_to_host()
         finally:
             self._drain()
         return output
@@ -293,7 +243,7 @@ class Engine:
             if self.updates is not None:
                 self.planner.share_weights()
         self._sync_weights(newest=False)
-        self._accumulators.watch(self.model.masters)
+        self.context.user.watch_gradients()
         for device in self.context.pool.devices:
             device.reset_peak()
 
@@ -378,7 +328,7 @@ class Engine:
             device.follow_caller()
         if self._settings is None:
             with contextlib.ExitStack() as around:
-                self.hints.of_settings(around.enter_context(without_caches(self.model.module)))
+                self.context.hints.of_settings(around.enter_context(without_caches(self.model.module)))
                 around.enter_context(observed_writes())
                 self._settings = around.pop_all()
 
@@ -399,14 +349,8 @@ class Engine:
         self._drain()
         before, self.updates = self.updates, None
         if optimizer is not None:
-            around = self.context.pool.devices[0].host_thread_settings
-            self.updates = AsyncOptimizer(
-                self.model.buckets, self.context.gradients.pool, optimizer, self.context.options.staleness,
-                self.model.formats.scales, around, exchange, self.context.options.optimizer_state,
-            )  # fmt: skip
-            if self.context.options.optimizer_device == "worker":
-                self.updates.optimizer.places = [WorkerPlace(device) for device in self.context.pool.devices]
-                self._reserve_for_updates()
+            self.updates = _async_optimizer_of(self.context, optimizer)
+            self._reserve_for_updates()
             self.planner.share_weights()
         if before is not None:
             before.retire()
@@ -530,47 +474,19 @@ class Engine:
         with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
             rest.callback(self.context.pool.close)
             rest.callback(self.model.join)
-            rest.callback(self._metrics.end)
-            rest.callback(self._accumulators.end)
+            rest.callback(self.context.user.end)
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)
             rest.callback(self.evaluations.end)
 
 
-def _context_of(
-    model: HostModel, pool: Pool, compiler: LayerCompiler, options: Options, peers: Peers | None
-) -> Context:
-    """Return the parts that outlive a step."""
-    devices, reduction, exchange = pool.devices, Reduction(_dtype(options.reduce_dtype), pool.summing), None
-    if peers is not None:
-        dtype, shards = _dtype(options.network_dtype), options.shard_optimizer
-        exchange = GradientExchange(peers, model.buckets, dtype, shards=shards)
-    casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
-    may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
-    carries = may_carry and not compiler.compiled
-    rates = rates_of(devices[0]) if options.plan == "static" else None
-    attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
-    shared = SharedAttributes(model.module)
-    shared.touched = attributes.touched
-    return Context(
-        options=options,
-        model=model,
-        pool=pool,
-        main=MainThread(pool, randomness),
-        executors=[
-            Executor(worker, pool.baton, randomness, compiler, model.bucket_of, rates, casts=casts, carries=carries)
-            for worker in pool.workers
-        ],
-        gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
-        attributes=attributes,
-        shared=shared,
-        randomness=randomness,
-        learned=Learned(),
-        thread_locals=thread_locals_of(model.module),
-        exchange=exchange,
-    )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+def _async_optimizer_of(context: Context, optimizer: Callable[[], Optimizer | None]) -> AsyncOptimizer:
+    options, model, devices = context.options, context.model, context.pool.devices
+    updates = AsyncOptimizer(
+        model.buckets, context.gradients.pool, optimizer, options.staleness, model.formats.scales,
+        devices[0].host_thread_settings, context.exchange, options.optimizer_state,
+    )  # fmt: skip
+    if options.optimizer_device == "worker":
+        updates.optimizer.places = [WorkerPlace(device) for device in devices]
+    return updates

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.memory.host_layer import HostLayer
-from lightning_roundpipe.user_code.interception import Interceptor, intercepted
 from lightning_roundpipe.user_code.module_state import AttributeView, observed_writes
 from lightning_roundpipe.user_code.thread_state import apply_context
 
@@ -35,16 +34,11 @@ class Evaluations:
     """Evaluates as many batches at once as the caller starts. Lives as long as the engine.
 
     Args:
-        finish: called behind each batch's step, in its last section of user code.
         account: called with what was recorded of batches.
     """
 
-    def __init__(
-        self, context: Context, interceptors: Sequence[Interceptor], finish: Callable[[], None],
-        account: Callable[[Recorder], None], say: Callable[[str, str], object],
-    ) -> None:  # fmt: skip
-        self._context, self._interceptors, self._say = context, interceptors, say
-        self._finish, self._account = finish, account
+    def __init__(self, context: Context, account: Callable[[Recorder], None]) -> None:
+        self._context, self._account = context, account
         self._known: dict[Hashable, Kind] = {}
         self._kind: Hashable = None
         self._flight: Flight | None = None
@@ -64,7 +58,7 @@ class Evaluations:
         self._before = CallerRandomState(context.pool.devices) if exclusive else None
         self._flight = Flight(context, None if exclusive else known, version, in_flight, self._run_in_place)
         for around in (
-            intercepted(self._interceptors),
+            context.user.intercepted(),
             observed_writes(),
             context.randomness.paused(),
         ):
@@ -84,7 +78,7 @@ class Evaluations:
 
     def _finished(self, function: Callable[[], Any]) -> Any:
         output = function()
-        self._finish()
+        self._context.user.bring_metrics_to_host()
         return output
 
     def close_round(self) -> None:
@@ -94,10 +88,10 @@ class Evaluations:
                 flight.close_round()
 
     def _run_in_place(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward, accelerator = self._interceptors[layer.index].run, self._context.pool.accelerator
+        user, accelerator = self._context.user, self._context.pool.accelerator
         if accelerator is None:
-            return forward(*args, **kwargs)
-        self._say(
+            return user.run_in_place(layer, args, kwargs)
+        self._context.hints.say(
             "gradients",
             f"layer {layer.name!r} is called with gradients (torch.enable_grad) in a validation, test or predict step, "
             "in which GPUs only run forward: from there on, the step's layers run on the CPU.",
@@ -105,7 +99,7 @@ class Evaluations:
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs))
         enabled, dtype = torch.is_autocast_enabled(accelerator), torch.get_autocast_dtype(accelerator)
         with torch.autocast("cpu", dtype) if enabled else contextlib.nullcontext():
-            return forward(*args, **kwargs)
+            return user.run_in_place(layer, args, kwargs)
 
     # -- the caller, between batches ----------------------------------------------------------------------------------
 

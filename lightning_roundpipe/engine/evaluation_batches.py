@@ -38,8 +38,8 @@ from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.engine.executor import LayerCall
 from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import CallingThread
+from lightning_roundpipe.engine.slots import StepSpec
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
-from lightning_roundpipe.engine.step_spec import StepSpec
 from lightning_roundpipe.engine.sync import Cancelled, CancelScope, Signal
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
@@ -60,6 +60,11 @@ class Kind(NamedTuple):
     shared: SharedAttributes
 
 
+def evaluation_spec(context: Context, version: int, scope: CancelScope) -> StepSpec:
+    """Return what is fixed for batches that compute with ``version`` of the weights."""
+    return StepSpec(version, context.thread_state(), scope, LossWeights(None, [1], [0]))
+
+
 class Flight:
     """Batches that are in flight together, from the first to the last.
 
@@ -74,9 +79,8 @@ class Flight:
     """
 
     def __init__(
-        self, context: Context, known: Kind | None, version: int, size: int,
-        in_place: Callable[[HostLayer, tuple[Any, ...], dict[str, Any]], Any],
-    ) -> None:  # fmt: skip
+        self, context: Context, known: Kind | None, version: int, size: int, in_place: Callable[..., Any]
+    ) -> None:
         self.context, self.known, self.in_place = context, known, in_place
         self.scope = CancelScope(lambda: context.pool.fail(self.scope))
         self.shared = known.shared if known is not None else SharedAttributes(context.model.module)
@@ -93,8 +97,7 @@ class Flight:
         """The numbers of the batches that the present slots are for."""
 
     def _layout(self, trace: Trace | None = None) -> StepSlots:
-        state, weights = self.context.thread_state(), LossWeights(None, [1], [0])
-        return StepSlots(self.context, StepSpec(self._version, state, self.scope, weights), trace)
+        return StepSlots(self.context, evaluation_spec(self.context, self._version, self.scope), trace)
 
     def start(self, function: Callable[[], Any]) -> Batch:
         """Start a batch. The caller holds the baton."""
@@ -169,7 +172,7 @@ class _Weights(WeightGuard):
     def __init__(self, sections: UserSections, make_exclusive: Callable[[], None]) -> None:
         self._make_exclusive = make_exclusive
         self.writes = self.in_place = False
-        super().__init__(sections, (), _EvaluationUserCode(sections.context, self.touched, sections.run_unlocked))
+        super().__init__(sections, _EvaluationUserCode(sections.context, self.touched, sections.run_unlocked))
 
     def touched(self) -> None:
         """Be alone, as user code is about to write to weights, when no upload reads them. Calls read what it writes."""
@@ -228,7 +231,7 @@ class Batch(CallingThread):
         sections = UserSections(turns, AttributeView(flight.shared), behind)
         sections.phase = "evaluation"
         weights = _Weights(sections, self.make_exclusive)
-        super().__init__(LayerCalls(sections, weights, []), before.sections.begun if before is not None else None)
+        super().__init__(LayerCalls(sections, weights), before.sections.begun if before is not None else None)
         self.exclusive = False
         self.around = contextvars.copy_context()
         self._seen: defaultdict[int, list[Any]] = defaultdict(list)

@@ -10,10 +10,10 @@ import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,35 +30,29 @@ from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gather
 from lightning_roundpipe.engine.compiling import LayerCompiler
 from lightning_roundpipe.engine.layer_attributes import LayerWrites
 from lightning_roundpipe.engine.output_collectors import collecting
-from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import Baton, Computing
 from lightning_roundpipe.engine.trace import TracedCall
-from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.engine.worker import LayerCopy, Worker
 from lightning_roundpipe.estimates.crossing import storage_bytes
 from lightning_roundpipe.estimates.meter import Counter
 from lightning_roundpipe.faults.notes import FaultPlace, noted
 from lightning_roundpipe.memory.arenas import address_of
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
-from lightning_roundpipe.memory.module_buffers import BufferValue, ReplicaBuffers
+from lightning_roundpipe.memory.module_buffers import BufferValue
 from lightning_roundpipe.memory.peak_memory import GRADIENTS, INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.model.attributes import Contents, StateDiff
 from lightning_roundpipe.model.cast_weights import CastWatcher, RoundedWeight
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.profile import Hardware
-from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
+from lightning_roundpipe.user_code.bypassed_gradients import Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
-T = TypeVar("T")
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
-LONG_S = 3e-4
-"""Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
-microseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +85,7 @@ class CallInputs:
         saved: the tensors on the host, without those ``recomputed``; empty if the graph is kept.
         recomputed: by position, the earlier call whose recomputation gives a tensor, and which of its outputs that is.
         mutated: positions of the tensors that the layer writes to.
+        carried: products of the forward that the recomputation gets.
     """
 
     arguments: Arguments
@@ -99,6 +94,23 @@ class CallInputs:
     saved: Sequence[HostTensor] = ()
     mutated: Sequence[int] = ()
     recomputed: Mapping[int, tuple[LayerCall, int]] = field(default_factory=dict)
+    carried: Carried = NOTHING_CARRIED
+
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], attributes: dict[tuple[int, str], Any],
+        own: Callable[[nn.Parameter], Tensor], home_of: Callable[[Tensor], Device | None], *, grad: bool,
+    ) -> CallInputs:  # fmt: skip
+        """Take a call's arguments apart; see `Arguments`. ``home_of`` returns the device that a tensor is on."""
+        arguments = Arguments(args, kwargs, attributes, own)
+        needs = tuple([grad and t.requires_grad for t in arguments.tensors])
+        edges = [InputEdge(t, home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
+        return cls(arguments, needs, edges)
+
+    @property
+    def brought(self) -> list[HostTensor]:
+        """What a recomputation needs on the worker."""
+        return [*self.saved, *self.carried.block]
 
     def whole(self, saved: Iterable[Tensor]) -> list[Tensor]:
         """Return all tensors on a worker, of which ``saved`` have come from the host."""
@@ -139,12 +151,6 @@ class LayerCall:
     planned: bool = False
     traced: TracedCall | None = None
     reconnect: Callable[[list[Tensor], Device], list[Tensor]] | None = None
-    carried: Carried = NOTHING_CARRIED
-
-    @property
-    def brought(self) -> list[HostTensor]:
-        """What its recomputation needs on the worker."""
-        return [*self.inputs.saved, *self.carried.block]
 
     def recomputed_output(self, output: int) -> Tensor:
         """Return an output of its recomputation."""
@@ -156,6 +162,10 @@ class LayerCall:
         """How often the microbatch has called the layer before."""
         return self.environment.seed[-1]
 
+    def as_traced(self) -> TracedCall:
+        """Return the call as a trace has it."""
+        return TracedCall(self.layer, self.use, self.is_taped)
+
     @property
     def is_taped(self) -> bool:
         """Whether a backward follows, as far as that is known before."""
@@ -163,6 +173,11 @@ class LayerCall:
         return around.thread_state.grad and (
             any(self.inputs.needs) or any(around.trained) or bool(self.layer.seen.borrows)
         )
+
+
+def noted_at(call: LayerCall, phase: str, slot: Slot, device: Device) -> noted:
+    """Return a context that adds the place of a call to errors."""
+    return noted(functools.partial(FaultPlace, call.layer.title, phase, call.microbatch, slot, device))
 
 
 @dataclass(slots=True)
@@ -200,6 +215,16 @@ class Outcome:
         if grad:
             self.differentiable = [t for t in found if t.requires_grad]
 
+    def hand_out(self, originals: dict[int, Any]) -> None:
+        """Become what user code sees, which has ``originals`` for the layer's objects, by the ids of these."""
+        for original, copy in self.copies:
+            originals[id(copy)] = original
+        self.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in self.mutated]
+        self.shared = [originals.get(id(t), t) for t in self.shared]
+        self.caller = Substitution(originals)
+        self.result = self.caller(self.result)
+        self.tensors, self.differentiable = [], []  # which have the graph
+
     def deliver(self, layer: HostLayer, inputs: Sequence[Tensor]) -> None:
         """Let user code, which goes on, find what the layer has written: to its arguments, and to its modules.
 
@@ -218,25 +243,58 @@ class Outcome:
                     own.copy_(value)
 
 
+class FirstWindow:
+    """What the first window looks at while layers run: their memory, operations, products and uses of weights.
+
+    Args:
+        rates: rates by which operations are counted, for a static plan; None: they are not.
+        casts: whether it looks for weights that autocast casts wherever they are used.
+        carries: whether it measures products, which a plan may carry.
+    """
+
+    def __init__(self, rates: Hardware | None, *, casts: bool, carries: bool) -> None:
+        self._rates, self._casts, self._carries = rates, casts, carries
+
+    @staticmethod
+    def meter(call: LayerCall, worker: Worker, inputs: Iterable[Tensor]) -> PeakMemoryMeter | None:
+        """Return what measures the call's memory; None after the first window."""
+        if call.traced is None:
+            return None
+        worker.in_flight.wait_until_idle()
+        return PeakMemoryMeter(worker.device, inputs)
+
+    @contextlib.contextmanager
+    def watching(self, call: LayerCall, slot: Slot, kind: str, replica: Replica, device: Device) -> Iterator[None]:
+        """See how weights are used, and count operations if the plan is made from them."""
+        counter = None
+        with contextlib.ExitStack() as around:
+            if self._casts:
+                around.enter_context(CastWatcher(call.layer.seen.uses, replica.parameters))
+            if self._rates is not None and kind != "recompute":
+                counter = around.enter_context(Counter(self._rates))
+            if self._carries and kind == "forward" and call.is_taped and call.traced is not None:
+                record = functools.partial(device.compute.record, timed=True)
+                clock = record if counter is None else lambda: counter.work.seconds
+                call.traced.seen = around.enter_context(Measuring(device, clock))
+            yield
+        if counter is not None:
+            slot.spec.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
+
+
 class Executor:
     """Runs calls on one worker.
 
     Args:
         compiler: how a layer's code runs.
         masters: ids of all parameters of the model.
-        rates: rates by which the first window's operations are counted, for a static plan; None: they are not.
-        casts: whether the first window looks for weights that autocast casts wherever they are used.
-        carries: whether it measures products, which a plan may carry.
     """
 
     def __init__(
-        self, worker: Worker, baton: Baton, randomness: Randomness, compiler: LayerCompiler, masters: Container[int],
-        rates: Hardware | None, *, casts: bool, carries: bool,
+        self, worker: Worker, randomness: Randomness, compiler: LayerCompiler, masters: Container[int],
+        first_window: FirstWindow,
     ) -> None:  # fmt: skip
         self.worker, self.device, self._masters = worker, worker.device, masters
-        self._baton, self._randomness, self._compiler = baton, randomness, compiler
-        self._rates, self._casts, self._carries = rates, casts, carries
-        self._buffers: dict[int, tuple[Replica, ReplicaBuffers]] = {}
+        self._randomness, self._compiler, self._first_window = randomness, compiler, first_window
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -253,25 +311,26 @@ class Executor:
         """
         layer, worker = call.layer, self.worker
         tensors = worker.bring_in(slot, layer, inputs)
-        replica, buffers = self._copy(slot, layer)
+        copy = worker.copies.of(slot, layer)
+        replica, buffers = copy.replica, copy.buffers
         grad = call.environment.thread_state.grad
         has_buffers = bool(buffers)
         before = buffers.snapshot() if has_buffers and grad and not keep_graph else None
         if has_buffers:
             buffers.load()
         with self.device.track(tensors, INPUTS):
-            meter = self._meter(call, tensors)
+            meter = self._first_window.meter(call, worker, tensors)
             gathering = None
             if carries is not None and not self._compiler.compiled:
                 gathering = Gathering(self.device, draws=layer.index in self._randomness.draws, least=carries)
-            run, aliases, sink = self._run(call, slot, tensors, replica, "forward", gathering, grad=grad)
+            run, aliases, sink = self._run(call, slot, tensors, copy, "forward", gathering, grad=grad)
             found = run.tensors
             if gathering is not None and run.differentiable:
-                call.carried = gathering.send(slot.spec.recorder, call.microbatch)
-                worker.carrying += [host.ready for host in call.carried.block if host.ready is not None]
+                call.inputs.carried = carried = gathering.send(slot.spec.recorder, call.microbatch)
+                worker.in_flight.carrying += [host.ready for host in carried.block if host.ready is not None]
             self.device.track_until_freed(found, OUTPUTS)
             if meter is not None and call.traced is not None:
-                call.traced.kept_bytes = meter.read()
+                call.traced.memory.kept_bytes = meter.read()
         if buffers:
             learning = self._randomness.learning or layer.seen.is_new_state(call.environment.state)
             buffers.write_back(before, learning, call.microbatch)
@@ -293,58 +352,54 @@ class Executor:
                 -1 if id(t) in copied else o._version for t, o in zip(run.differentiable, outputs, strict=True)
             ]
             originals.update((id(t), o) for t, o in zip(run.differentiable, outputs, strict=True))
-            if keep_graph:
+            if keep_graph and sink is not None:
                 call.graph = run.differentiable, sink
-        worker.keep_until_computed(tensors, run.differentiable)
+        worker.in_flight.keep(tensors, run.differentiable)
         if call.reconnect is not None:
             self._reconnect(call, run, originals)
         for known, clone in clones.items():
             originals[known] = originals.get(id(clone), clone)
-        for original, copy in run.copies:
-            originals[id(copy)] = original
-        run.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in run.mutated]
-        run.shared = [originals.get(id(t), t) for t in run.shared]
-        run.caller = Substitution(originals)
-        run.result = run.caller(run.result)
-        run.tensors, run.differentiable = [], []  # which have the graph
+        run.hand_out(originals)
         return run
 
-    def _copy(self, slot: Slot, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
-        replica, known = self.worker.replica(slot, layer), self._buffers.get(layer.index)
-        if known is None or known[0] is not replica:
-            known = self._buffers[layer.index] = (replica, ReplicaBuffers(layer.buffers, replica, self.device))
-        return known
-
     def _run(
-        self, call: LayerCall, slot: Slot, tensors: list[Tensor], replica: Replica, kind: str,
+        self, call: LayerCall, slot: Slot, tensors: list[Tensor], copy: LayerCopy, kind: str,
         carrying: Gathering | Returning | None = None, *, grad: bool,
-    ) -> tuple[Outcome, list[Tensor], Gradients]:  # fmt: skip
+    ) -> tuple[Outcome, list[Tensor], Gradients | None]:  # fmt: skip
         """Run the layer's code; the caller has waited for all that it reads.
 
-        Returns the outcome, the tensors that the layer got, and the node that collects their gradients.
+        Returns the outcome, the tensors that the layer got, and with ``grad`` the node that collects their gradients.
         """
-        around = call.environment
+        around, layer, replica = call.environment, call.layer, copy.replica
         replica.attributes.apply(around.state)
         replica.train(around.trained)
         replica.attributes.fill(around.contents)
         if grad:
-            aliases, sink = inlet(tensors, call.inputs.needs, call.layer.name, self.device)
+            aliases, sink = inlet(tensors, call.inputs.needs, layer.name, self.device)
         else:
-            aliases, sink = list(tensors), Gradients(0, call.layer.name, self.device)
+            aliases, sink = list(tensors), None
         built = call.inputs.arguments.build(aliases)
         if built.attributes:
             replica.attributes.hold(built.attributes)
         before = [0 if t.is_inference() else t._version for t in aliases]
         own = [p._version for p in replica.parameters]
-        writes, borrowing = LayerWrites(replica), self._borrowing(call, replica)
+        writes = LayerWrites(replica)
+        # Compiled code has no modes inside.
+        borrowing = NOTHING if self._compiler.compiled else copy.borrowing(around.lender, self._masters)
         output = self._called(call, slot, replica, kind, built, writes, borrowing, carrying or NOTHING, grad=grad)
-        self._check_copy(call, replica, own, borrowing, grad=grad)
+        copy.check(own, borrowing, around.trained if grad else None)
         mutated = [(i, t) for i, t in enumerate(aliases) if not t.is_inference() and t._version != before[i]]
-        run = self._outcome(call, replica, built, output, writes.found(), mutated)
+        (result, collected), written = output, writes.found()
+        filled = copy.release(built.attributes, written)
+        fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
+        if written or collected:
+            layer.observers.act()
+        sets = bool(written) or fills
+        run = Outcome((result, collected or None), [*built.copies, *filled], written, mutated, sets)
         seen = {*map(id, aliases), *map(id, replica.parameters)}
         run.find_tensors(seen.difference([id(t) for _, t in mutated]), grad=grad)
-        if grad and self._randomness.learning and reaches_out(run.differentiable, call.layer.name):
-            call.layer.seen.reaches_out = True
+        if grad and self._randomness.learning and reaches_out(run.differentiable, layer.name):
+            layer.seen.reaches_out = True
         return run, aliases, sink
 
     def _called(
@@ -361,14 +416,15 @@ class Executor:
         compiled, cache = self._compiler.compiled, parametrize._cache  # compiled code contains its hooks
         observed = (None if compiled else layer.observers.watched(replica.modules, again=again)) or NOTHING
         began = time.perf_counter()
-        watched = NOTHING if call.traced is None else self._watching(call, slot, kind, replica)
+        watched = NOTHING if call.traced is None else self._first_window.watching(call, slot, kind, replica, device)
 
         def code() -> tuple[Any, dict[str, list[Any]]]:
             with saved, unmoved, writes, watched, borrowing, observed, carrying:
                 return collecting(forward, *built.args, **built.kwargs)
 
         try:
-            output = self._compute(call, slot, kind, code, keeps_baton=draws)
+            keeps_baton = draws or compiled
+            output = self.worker.compute(slot, layer, call.index, call.microbatch, kind, code, keeps_baton=keeps_baton)
         finally:  # user code may catch what the layer raises
             if draws:
                 self._randomness.end(layer.index)
@@ -376,110 +432,6 @@ class Executor:
         layer.seen.launched(time.perf_counter() - began)
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         return output
-
-    @staticmethod
-    def _outcome(
-        call: LayerCall, replica: Replica, built: Built, output: tuple[Any, dict[str, list[Any]]],
-        written: list[tuple[int, str, Any]], mutated: list[tuple[int, Tensor]],
-    ) -> Outcome:  # fmt: skip
-        """Return what the layer has given, and take back what its copy holds only for the call."""
-        layer, copies = call.layer, built.copies
-        filled = replica.attributes.changed_contents()
-        copies.extend((layer.state.modules[i].__dict__.get(name), mine) for (i, name), mine in filled)
-        fills = bool(filled or [v for v in built.attributes.values() if not isinstance(v, (Tensor, tuple))])
-        result, collected = output
-        if written or collected:
-            layer.observers.act()
-        if written:
-            replica.attributes.drop_written()
-        elif built.attributes:
-            replica.attributes.release(built.attributes)
-        return Outcome((result, collected or None), copies, written, mutated, bool(written) or fills)
-
-    def _check_copy(
-        self, call: LayerCall, replica: Replica, versions: Sequence[int], borrowing: object, *, grad: bool
-    ) -> None:
-        """Note what the layer's code has used of other modules, and refuse what it has changed in its copy.
-
-        ``versions``: those of the parameters before.
-        """
-        layer = call.layer
-        now = zip(replica.parameters, versions, strict=True)
-        written = {i for i, (parameter, before) in enumerate(now) if parameter._version != before}
-        if isinstance(borrowing, Borrowing):
-            layer.seen.borrows = borrowing.found
-            layer.seen.reads_data |= borrowing.reads_data
-            written |= borrowing.written_by_data()
-        if written:
-            _refuse_written(layer, replica, written)
-        if replica.registrations.have_changed():
-            _refuse_registered(layer, replica)
-        if grad and replica.trains_more(call.environment.trained):
-            raise RoundPipeError(
-                f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
-                "is lost. Set requires_grad between steps, for example in on_train_batch_start."
-            )
-
-    def _borrowing(self, call: LayerCall, replica: Replica) -> AbstractContextManager[Any]:
-        """Return the mode that lends stand-ins for parameters of other modules. Most layers were seen to need none.
-
-        Compiled code has no modes inside.
-        """
-        layer = call.layer
-        seen = layer.seen
-        if self._compiler.compiled or (seen.borrows == [] and not seen.reads_data):
-            return NOTHING
-        lender, lent = call.environment.lender, seen.borrows or []
-        return Borrowing(self._masters, lender, self.device.torch_device, lent, replica.parameters)
-
-    def _compute(self, call: LayerCall, slot: Slot, kind: str, code: Callable[[], T], *, keeps_baton: bool) -> T:
-        """Run ``code`` on a core, and record when it begins and ends. Give the baton up, unless it ``keeps_baton``.
-
-        While torch compiles, it saves and restores generators that others draw from.
-        """
-        layer, device, compute, runner = call.layer, self.device, self.device.compute, self._baton.runner
-        keeps_baton = (
-            keeps_baton or self._compiler.compiled or layer.seen.caches_parametrizations or changes(layer.name)
-        )
-        gives_up = not keeps_baton and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
-        name = device.named(kind, "slot", slot.index, layer.name, "of", call.microbatch)
-        with Computing(self._baton) if gives_up else NOTHING, device.acquire_core():
-            start = compute.record(timed=True)
-            runner.inside = layer.name, kind
-            try:
-                with name, compute.running():
-                    result = code()
-            finally:
-                runner.inside = None
-            end = compute.record(timed=True)
-        runner.scope.check()
-        where = slot.index, slot.phase, call.index, layer.name
-        slot.spec.recorder.add(kind, self.device.index, start, end, call.microbatch, 0, where)
-        return result
-
-    def _meter(self, call: LayerCall, inputs: Iterable[Tensor]) -> PeakMemoryMeter | None:
-        """Return what measures the call's memory in the first window."""
-        if call.traced is None:
-            return None
-        self.worker.wait_until_idle()
-        return PeakMemoryMeter(self.device, inputs)
-
-    @contextlib.contextmanager
-    def _watching(self, call: LayerCall, slot: Slot, kind: str, replica: Replica) -> Iterator[None]:
-        """In the first window, see how weights are used, and count operations if the plan is made from them."""
-        counter = None
-        with contextlib.ExitStack() as around:
-            if self._casts:
-                around.enter_context(CastWatcher(call.layer.seen.uses, replica.parameters))
-            if self._rates is not None and kind != "recompute":
-                counter = around.enter_context(Counter(self._rates))
-            if self._carries and kind == "forward" and call.is_taped and call.traced is not None:
-                record = functools.partial(self.device.compute.record, timed=True)
-                clock = record if counter is None else lambda: counter.work.seconds
-                call.traced.seen = around.enter_context(Measuring(self.device, clock))
-            yield
-        if counter is not None:
-            slot.spec.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
 
     def _part_from_lent(
         self, run: Outcome, found: list[Tensor], lent: set[int], originals: dict[int, Any]
@@ -525,9 +477,12 @@ class Executor:
         Returns:
             The gradient of each of the inputs that need one.
         """
-        worker, layer = self.worker, call.layer
-        meter = self._meter(call, [a.tensor for a in (*inputs, *(part for parts in gradients for part in parts))])
-        replica, buffers = self._copy(slot, layer) if call.graph is not None else self.recompute(call, slot, inputs)
+        worker, layer, device = self.worker, call.layer, self.device
+        arrived = (*inputs, *(part for parts in gradients for part in parts))
+        meter = self._first_window.meter(call, worker, [a.tensor for a in arrived])
+        del arrived
+        copy = worker.copies.of(slot, layer) if call.graph is not None else self.recompute(call, slot, inputs)
+        replica, buffers = copy.replica, copy.buffers
         assert call.graph is not None
         (outputs, sink), call.graph = call.graph, None
         roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
@@ -540,12 +495,13 @@ class Executor:
         sink.closed = False
         held = buffers.written() if buffers else {}
         if roots:
-            watched = NOTHING if call.traced is None else self._watching(call, slot, "backward", replica)
-            keeps_baton = layer.index in self._randomness.draws
+            first = call.traced is not None
+            watched = self._first_window.watching(call, slot, "backward", replica, device) if first else NOTHING
+            keeps_baton = layer.index in self._randomness.draws or self._compiler.compiled
             # Other calls may reach the same stand-in's graph.
             code = functools.partial(run_backward, roots, values, retain_graph=bool(layer.seen.reaches_out))
             with watched:
-                self._compute(call, slot, "backward", code, keeps_baton=keeps_baton)
+                worker.compute(slot, layer, call.index, call.microbatch, "backward", code, keeps_baton=keeps_baton)
         if buffers:
             buffers.refuse_written(held)
         if sums is not None:
@@ -557,9 +513,9 @@ class Executor:
         found = [self._copied(g) if g is not None and address_of(g) in lent else g for g in found]
         present = [g for g in found if g is not None]
         if meter is not None and call.traced is not None:
-            call.traced.activation_bytes = max(call.traced.activation_bytes, meter.read())
-            call.traced.returning_bytes = storage_bytes(values)
-        worker.keep_until_computed(values, present)
+            call.traced.memory.activation_bytes = max(call.traced.memory.activation_bytes, meter.read())
+            call.traced.memory.returning_bytes = storage_bytes(values)
+        worker.in_flight.keep(values, present)
         return found
 
     def _sum(self, parts: Sequence[Tensor]) -> Tensor:
@@ -575,14 +531,11 @@ class Executor:
         self.device.track_until_freed([copied], GRADIENTS)
         return copied
 
-    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> tuple[Replica, ReplicaBuffers]:
+    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> LayerCopy:
         """Repeat the forward of a call, now for its graph. Arguments as for `backward`. Returns the layer's copy."""
         there, count = self.worker.bring_in(slot, call.layer, inputs), len(call.inputs.saved)
-        returning = None
-        if call.carried.products:
-            [block] = there[count:]
-            returning = Returning(call.carried.products, block, self.device.generator)
-        copy = self._copy(slot, call.layer)
+        copy = self.worker.copies.of(slot, call.layer)
+        returning = call.inputs.carried.returning(there[count:], self.device.generator)
         outputs, sink = self._recompute(call, slot, copy, there[:count], returning)
         if returning is not None and not returning.has_fitted():
             outputs, sink = self._recompute(call, slot, copy, there[:count])
@@ -592,23 +545,23 @@ class Executor:
         return copy
 
     def _recompute(
-        self, call: LayerCall, slot: Slot, copy: tuple[Replica, ReplicaBuffers], saved: Sequence[Tensor],
-        returning: Returning | None = None,
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        layer, device, (replica, buffers) = call.layer, self.device, copy
-        if buffers:
+        self, call: LayerCall, slot: Slot, copy: LayerCopy, saved: Sequence[Tensor], returning: Returning | None = None
+    ) -> tuple[list[Tensor], Gradients]:
+        device = self.device
+        if buffers := copy.buffers:
             buffers.load(call.buffers)
         inputs = call.inputs.whole(saved)
         if mutated := call.inputs.mutated:
             inputs = [copy_alike(t) if i in mutated else t for i, t in enumerate(inputs)]
             device.track_until_freed([inputs[i] for i in mutated], INPUTS)
-        again = noted(lambda: FaultPlace(layer.title, "recomputation", call.microbatch, slot, device))
+        again = noted_at(call, "recomputation", slot, device)
         with again, call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
-                functools.partial(self._run, grad=True), call, slot, inputs, replica, "recompute", returning
+                functools.partial(self._run, grad=True), call, slot, inputs, copy, "recompute", returning
             )
         if buffers:
             buffers.discard()
+        assert sink is not None
         return run.differentiable, sink
 
     @staticmethod
@@ -619,39 +572,6 @@ class Executor:
                 f"{_named(kinds)} when it was recomputed for its backward: what it "
                 "does must depend on its arguments, weights, buffers and random numbers alone."
             )
-
-
-def _refuse_written(layer: HostLayer, replica: Replica, positions: Collection[int]) -> None:
-    """Raise if a layer has changed its own parameters, as that is lost with the copy.
-
-    A write that leaves the same values is allowed: registering and removing a parametrization does that.
-    """
-    for i in positions:
-        mine, master = replica.parameters[i], layer.masters[i]
-        if not torch.equal(mine.detach().to(master.device), layer.weights.read(master)):
-            raise RoundPipeError(
-                f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write to "
-                "them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
-            )
-
-
-def _refuse_registered(layer: HostLayer, replica: Replica) -> None:
-    """Raise if a layer has registered or removed parameters or modules, which is lost with the copy.
-
-    A parameter that is not trained may be replaced by an equal one, as PEFT does where it unpacks base weights.
-    """
-    for module, name, before, now in replica.registrations.changed():
-        if isinstance(before, Tensor) and isinstance(now, Tensor):
-            master = layer.masters[next(i for i, p in enumerate(replica.parameters) if p is before)]
-            trains = master.requires_grad or now.requires_grad
-            if not trains and torch.equal(now.detach().to(master.device), layer.weights.read(master)):
-                continue
-        what = "parameter" if isinstance(before, Tensor) or isinstance(now, Tensor) else "module"
-        raise RoundPipeError(
-            f"layer {layer.name!r} registers, replaces or removes the {what} {name!r} of its {module} while it runs; "
-            "on a worker that is lost. Do it between steps (in a hook of the LightningModule), or keep what changes in "
-            "a buffer, which a layer may register."
-        )
 
 
 def _kinds(tensors: Sequence[Tensor]) -> tuple[Kind, ...]:

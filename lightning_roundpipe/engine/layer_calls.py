@@ -21,14 +21,11 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.alike import copy_alike
-from lightning_roundpipe.engine.activations import Arriving
-from lightning_roundpipe.engine.arguments import Arguments
 from lightning_roundpipe.engine.caller_modes import without_caller_modes
 from lightning_roundpipe.engine.executor import CallEnvironment, CallInputs, Executor, LayerCall, Outcome
 from lightning_roundpipe.engine.output_collectors import hand_over
 from lightning_roundpipe.engine.shared_memory import SharedOutputs
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.sync import GivenUp
 from lightning_roundpipe.engine.trace import Trace, TracedCall
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.estimates.crossing import storage_bytes
@@ -36,24 +33,22 @@ from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
 from lightning_roundpipe.memory.peak_memory import GRADIENTS
-from lightning_roundpipe.user_code.graph_cut import InputEdge, Part, run_backward
+from lightning_roundpipe.user_code.graph_cut import Part, run_backward
 
 
 class LayerCalls:
     """The calls that user code makes.
 
-    Args:
-        tape: gets the calls whose backward is still to come, in order.
-
     Attributes:
+        tape: the calls whose backward is still to come, in order.
         trace: the calls so far.
         uses: how often each layer has been called, by its number.
         shared: outputs that share memory.
     """
 
-    def __init__(self, sections: UserSections, weights: WeightGuard, tape: list[LayerCall]) -> None:
+    def __init__(self, sections: UserSections, weights: WeightGuard) -> None:
         self.context, self.spec, self.turns = sections.context, sections.spec, sections.turns
-        self.sections, self.weights, self.tape = sections, weights, tape
+        self.sections, self.weights, self.tape = sections, weights, weights.tape
         self.trace, self.shared = Trace(), SharedOutputs()
         self.uses: defaultdict[int, int] = defaultdict(int)
 
@@ -105,18 +100,17 @@ class LayerCalls:
         seed = spec.seed_of(turns.microbatch, layer.index, use)
         if state is not None and state.with_tensors:
             attributes = {**state.with_tensors, **attributes}
-        arguments = Arguments(args, kwargs, attributes, self.weights.mode.stand_in)
-        needs = tuple([thread_state.grad and t.requires_grad for t in arguments.tensors])
-        edges = [InputEdge(t, turns.home_of(t)) for t, n in zip(arguments.tensors, needs, strict=True) if n]
+        own, grad = self.weights.mode.stand_in, thread_state.grad
+        inputs = CallInputs.of(args, kwargs, attributes, own, turns.home_of, grad=grad)
         trained = layer.weights.trainable()
         environment = CallEnvironment(seed, state, contents, thread_state, self.weights, trained)
-        return LayerCall(layer, -1, turns.microbatch, environment, CallInputs(arguments, needs, edges), turns.device)
+        return LayerCall(layer, -1, turns.microbatch, environment, inputs, turns.device)
 
     def _find(self, call: LayerCall) -> TracedCall:
         """Find a call in the plan's trace, and set its index."""
         layer, turns, planned = call.layer, self.turns, self.turns.slots.trace
         self.uses[layer.index] += 1
-        traced = TracedCall(layer, call.use, call.is_taped)
+        traced = call.as_traced()
         if self.sections.memory is not None:
             call.traced = traced
         found = planned.find(layer, turns.next, taped=traced.taped) if planned is not None else None
@@ -144,17 +138,15 @@ class LayerCalls:
             plan = self.spec.plan if taped and slot.position is not None else None
             carries = plan.carry_least if plan is not None and call.index in plan.carry else None
             if carries is not None:
-                worker.wait_for_products()
+                worker.in_flight.wait_for_products()
             if taped and not keeps:
                 call.inputs.recomputed = recomputed = self._recomputed_inputs(call, slot)
                 call.inputs.saved = [
                     coming.get(i) or activations.save(t, device) for i, t in enumerate(tensors) if i not in recomputed
                 ]
-                worker.copying = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
-            inputs = [
-                bring(coming[i], device, lent=not keeps) if i in coming else Arriving(tensor, None)
-                for i, tensor in enumerate(tensors)
-            ]
+                ends = [saved.ready for saved in call.inputs.saved if saved.ready is not None]
+                worker.in_flight.copying = ends
+            inputs = [bring(coming.get(i, tensor), device, lent=not keeps) for i, tensor in enumerate(tensors)]
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, keep_graph=keeps, carries=carries)
             if self.weights.called(call):
@@ -197,32 +189,24 @@ class LayerCalls:
         return hand_over(outcome.result)
 
 
-class Tape:
-    """The calls whose backward is still to come.
-
-    Attributes:
-        pending: these, in order.
-    """
-
-    def __init__(self, calls: LayerCalls) -> None:
-        self.pending, self.context, self.spec = calls.tape, calls.context, calls.spec
-        self.turns, self.sections, self.weights = calls.turns, calls.sections, calls.weights
+class Tape(LayerCalls):
+    """The calls of a microbatch, with their backward."""
 
     def close(self) -> None:
         """Forget all calls. A gradient that reaches one of them later is an error."""
-        for call in self.pending:
+        for call in self.tape:
             call.gradients.close()
-        self.pending.clear()
+        self.tape.clear()
 
     def expect_gradients(self) -> None:
         """Let the calls take gradients: a backward begins."""
-        for call in self.pending:
+        for call in self.tape:
             call.gradients.expected = True
 
     def walk(self) -> None:
         """Run the backward of every call, deepest first."""
-        while self.pending:
-            call = self.pending.pop()
+        while self.tape:
+            call = self.tape.pop()
             if call.gradients:
                 self.backward(call)
             elif call.slot is not None:
@@ -264,17 +248,14 @@ class Tape:
         planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
         self._refuse_unplaced(call, slot.gradients.sums.get(call.index))
         parts = self._gradients_of(call, device)
-        saved = call.brought if call.graph is None else []
+        saved = call.inputs.brought if call.graph is None else []
         sent = [part for of_output in parts for part in of_output if isinstance(part, HostTensor)]
         with turns.take(call, slot, "backward", [*saved, *sent]) as executor:
             worker, bring = executor.worker, activations.on
-            if saved and call.carried.block:
-                worker.wait_for_products()
+            if saved and call.inputs.carried.block:
+                worker.in_flight.wait_for_products()
             inputs = [bring(each, device) for each in saved]
-            arriving = [
-                [bring(p, device) if isinstance(p, HostTensor) else Arriving(p, None) for p in of_output]
-                for of_output in parts
-            ]
+            arriving = [[bring(part, device) for part in of_output] for of_output in parts]
             del parts
             if planned and self.spec.recomputes_ahead:
                 self._recompute_ahead(call, executor, slot)
@@ -311,8 +292,7 @@ class Tape:
                 return tensor
             sent = turns.activations.send(tensor, device, None)
             assert isinstance(sent, HostTensor) and sent.ready is not None
-            with GivenUp(pool.baton):
-                sent.ready.wait()
+            pool.baton.wait_for_event(sent.ready)
             return copy_alike(sent.tensor)
         moved, event = turns.activations.move(tensor, device, to)
         if event is not None:
@@ -324,10 +304,10 @@ class Tape:
 
         They run in the order of their forward, as one may give inputs of the next ones.
         """
-        before = [*itertools.takewhile(lambda other: other.index in slot.call_indices, reversed(self.pending))]
+        before = [*itertools.takewhile(lambda other: other.index in slot.call_indices, reversed(self.tape))]
         for other in (*reversed(before), call):
             if other.graph is None:
-                inputs = [self.turns.activations.on(each, executor.device) for each in other.brought]
+                inputs = [self.turns.activations.on(each, executor.device) for each in other.inputs.brought]
                 executor.recompute(other, slot, inputs)
 
     def _gradients_of(self, call: LayerCall, device: Device) -> list[list[HostTensor | Tensor]]:
@@ -335,15 +315,15 @@ class Tape:
         home = call.gradients.home or device
         parts, send = call.gradients.parts, self.turns.activations.send
         if self.sections.memory is not None:
-            self.sections.memory.before_backward(call, self.pending)
+            self.sections.memory.before_backward(call, self.tape)
         call.gradients.close()
         return [[send(p.tensor, p.home or home, device, p.ready) for p in of_output] for of_output in parts]
 
     def _following(self, slot: Slot) -> list[HostTensor]:
         """Return what the next call on the tape is recomputed from, or all that are recomputed ahead, in ``slot``."""
-        calls = reversed(self.pending) if self.spec.recomputes_ahead else self.pending[-1:]
+        calls = reversed(self.tape) if self.spec.recomputes_ahead else self.tape[-1:]
         mine = itertools.takewhile(lambda call: call.index in slot.call_indices and slot.phase == "backward", calls)
-        return [saved for call in mine for saved in call.brought]
+        return [saved for call in mine for saved in call.inputs.brought]
 
     def _hand_on(self, call: LayerCall, gradients: Sequence[Tensor | None], device: Device) -> None:
         """Hand the gradients of a call's inputs to the calls in front, and through user code in between [4]."""
@@ -361,8 +341,8 @@ class Tape:
             run_backward(roots, values, retain_graph=True)
             if meter is not None and call.traced is not None:
                 peak = storage_bytes(values) + meter.read()
-                call.traced.activation_bytes = max(call.traced.activation_bytes, peak)
-                call.traced.handing_bytes = peak
+                call.traced.memory.activation_bytes = max(call.traced.memory.activation_bytes, peak)
+                call.traced.memory.handing_bytes = peak
 
     @contextlib.contextmanager
     def _user_code(self, home: Device, where: str) -> Iterator[None]:

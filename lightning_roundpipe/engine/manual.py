@@ -33,13 +33,12 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.layer_calls import LayerCalls
+from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.randomness import CallerRandomState
 from lightning_roundpipe.engine.slots import Slot
-from lightning_roundpipe.engine.step import Step
+from lightning_roundpipe.engine.step import Step, training_spec
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
-from lightning_roundpipe.engine.sync import Signal
 from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -78,23 +77,6 @@ class ManualSlots(StepSlots):
             gradients.release()
 
 
-class ManualStep(Step):
-    """The step of one batch."""
-
-    def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
-        super().__init__(
-            context, seed, LossWeights(None, [1], [0]), updates, None, overlaps=False, shares_state=False, plan=None,
-            measures=False,
-        )  # fmt: skip
-
-    def _make_slots(self) -> ManualSlots:
-        return ManualSlots(self.context, self.spec)
-
-    def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> ManualMicrobatch:
-        assert isinstance(self.slots, ManualSlots)
-        return ManualMicrobatch(self.context, self.slots)
-
-
 class _Sections(UserSections):
     """Sections of user code that draws from the caller's own generators."""
 
@@ -121,8 +103,8 @@ class _Weights(WeightGuard):
 
     mode: _ManualUserCode
 
-    def __init__(self, sections: UserSections, tape: Sequence[LayerCall], differentiate: Callable[..., None]) -> None:
-        super().__init__(sections, tape, _ManualUserCode(sections.context, differentiate, self._touched))
+    def __init__(self, sections: UserSections, differentiate: Callable[..., None]) -> None:
+        super().__init__(sections, _ManualUserCode(sections.context, differentiate, self._touched))
         self._at_call: dict[LayerCall, list[tuple[int, int]]] = {}
         """Versions and addresses of the masters of each taped call's layer, at the call."""
         self._before: dict[LayerCall, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -193,10 +175,9 @@ class ManualMicrobatch(Microbatch):
     weights: _Weights
     sections: _Sections
 
-    def __init__(self, context: Context, slots: ManualSlots) -> None:
-        self._slots = slots
-        sections, tape = _Sections(Turns(context, slots, (), 0, len(context.pool.workers))), list[LayerCall]()
-        super().__init__(LayerCalls(sections, _Weights(sections, tape, self.differentiate), tape))
+    def _calls_of(self, turns: Turns) -> Tape:
+        sections = _Sections(turns)
+        return Tape(sections, _Weights(sections, self.differentiate))
 
     def _run(self, function: Callable[[], Any]) -> None:
         """Run ``training_step``."""
@@ -231,13 +212,14 @@ class ManualMicrobatch(Microbatch):
                 seed, mode.proxies.factor = seed_of(scale, formats.low or losses[0].dtype)
                 pairs = zip(losses, gradients, strict=True)
                 seeds = [filled_like(loss, seed) if grad is None else grad * seed for loss, grad in pairs]
-            self.tape.expect_gradients()
+            self.layer_calls.expect_gradients()
             one_thread = torch.autograd.set_multithreading_enabled(False)  # user code in it may call layers
             with sections.noted(), one_thread, torch._C._EnableTorchFunction():
                 mode.run_backward(losses, seeds)
             sections.exit()
             self._walk(retain=bool(retain_graph))
-            self._slots.hand_out()
+            assert isinstance(self.turns.slots, ManualSlots)
+            self.turns.slots.hand_out()
             sections.enter()
             sections.phase, mode.returning = "forward", False
 
@@ -248,12 +230,12 @@ class ManualMicrobatch(Microbatch):
         """
         left: list[LayerCall] = []
         slots: list[Slot] = []
-        while self.tape.pending:
-            call = self.tape.pending.pop()
+        while self.layer_calls.tape:
+            call = self.layer_calls.tape.pop()
             reached = bool(call.gradients)
             if reached:
                 self.weights.refuse_written(call)
-                self.tape.backward(call)
+                self.layer_calls.backward(call)
                 assert call.slot is not None
                 slots.append(call.slot)
                 call.slot = None
@@ -263,9 +245,30 @@ class ManualMicrobatch(Microbatch):
             else:
                 call.gradients.close()
                 self.weights.forget(call)
-        self.tape.pending += left[::-1]
+        self.layer_calls.tape += left[::-1]
         for slot in slots:
             self.context.pool.baton.wait(slot.gradients.sent.then)
+
+
+class ManualStep(Step):
+    """The step of one batch."""
+
+    slots_type = ManualSlots
+    microbatch_type = ManualMicrobatch
+
+    def __init__(self, context: Context, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
+        super().__init__(context, training_spec(context, seed, LossWeights(None, [1], [0]), updates))
+
+    def run_batch(self, function: Callable[[], Any]) -> Any:
+        """Return what ``function()`` returns. The devices' generators are the caller's again behind it."""
+        devices = CallerRandomState(self.context.pool.devices)
+        try:
+            self.run([function], in_order=True)
+        finally:
+            host = CallerRandomState([])
+            devices.restore()
+            host.restore()
+        return self.microbatches[0].result.output
 
 
 class _ManualUserCode(UserCodeMode):

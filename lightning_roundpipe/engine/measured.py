@@ -51,7 +51,7 @@ class MeasuredMemory:
             with without_caller_modes():  # such as a checkpoint's, which counts what autograd saves
                 device.warm_up()
         for worker in self._pool.workers:
-            worker.wait_until_idle()
+            worker.in_flight.wait_until_idle()
             worker.device.activations_down.synchronize()
         return PeakMemoryMeter(device, ())
 
@@ -63,7 +63,7 @@ class MeasuredMemory:
         outputs: list[Tensor] = []
         collect(result, set(), outputs)
         self._last = traced
-        traced.forward_bytes = traced.kept_bytes
+        traced.memory.forward_bytes = traced.memory.kept_bytes
         as_returned = _strided(tensor for i, tensor in enumerate(inputs) if i in unchanged)
         mine = _strided(inputs)
         made = [tensor for tensor in mine if any(device.holds(tensor) for device in self._pool.devices)]
@@ -84,9 +84,9 @@ class MeasuredMemory:
         self._kept = []
         if before is not None:
             held = outputs + self._made
-            before.behind_bytes = peak
-            before.activation_bytes = max(before.activation_bytes, before.kept_bytes + peak)
-            before.forward_bytes = max(before.forward_bytes, held + peak - before.crossed.held_bytes)
+            before.memory.behind_bytes = peak
+            before.memory.activation_bytes = max(before.memory.activation_bytes, before.memory.kept_bytes + peak)
+            before.memory.forward_bytes = max(before.memory.forward_bytes, held + peak - before.crossed.held_bytes)
         dropped = outputs - self._crossing.held_bytes()
         self._made = max(0, self._made + self._resident() - resident + dropped)
 
@@ -95,7 +95,7 @@ class MeasuredMemory:
         own, waiting = _gradients([call]), _gradients([call, *others])
         if call.traced is not None:
             held = self._crossing.backward_held_bytes(call.index)
-            call.traced.backward_held_bytes = held + storage_bytes(waiting) - storage_bytes(own)
+            call.traced.memory.backward_held_bytes = held + storage_bytes(waiting) - storage_bytes(own)
             call.traced.recomputable = self._crossing.recomputable(call.index)
 
     def _resident(self) -> int:

@@ -26,9 +26,12 @@ from lightning_roundpipe.devices import Event
 from lightning_roundpipe.devices.thread_owner import working
 from lightning_roundpipe.engine.layer_calls import LayerCalls, Tape
 from lightning_roundpipe.engine.repeated_calls import call_again
+from lightning_roundpipe.engine.step_slots import Turns
 from lightning_roundpipe.engine.sync import Signal
+from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.user_code.graph_cut import filled_like, seed_of
+from lightning_roundpipe.user_code.module_state import AttributeView
 
 
 @dataclass
@@ -125,19 +128,24 @@ class Microbatch(CallingThread):
 
     Attributes:
         ready: reached when ``training_step`` has ended, and backward through user code, with the result.
-        tape: its calls whose backward is still to come.
     """
 
-    def __init__(self, calls: LayerCalls, after: Signal | None = None) -> None:
-        super().__init__(calls, after)
-        self.ready, self.tape = Signal(), Tape(calls)
+    layer_calls: Tape
+
+    def __init__(self, turns: Turns, after: Signal | None = None) -> None:
+        super().__init__(self._calls_of(turns), after)
+        self.ready = Signal()
+
+    def _calls_of(self, turns: Turns) -> Tape:
+        sections = UserSections(turns, AttributeView(turns.context.shared) if turns.slots.spec.several else None)
+        return Tape(sections, WeightGuard(sections))
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call [2, 5]. User code calls this by way of the intercepted layer."""
         with torch._C.DisableTorchFunction():
             self.layer_calls.check(layer)
             if self.sections.phase == "backward":
-                return call_again(self.layer_calls, self.tape, layer, args, kwargs)
+                return call_again(self.layer_calls, layer, args, kwargs)
             return self.layer_calls.call(layer, args, kwargs)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ class Microbatch(CallingThread):
         with working(self), self.spec.thread_state.entered(), self.sections.saved, self.weights.mode:
             self._train(function)
         with working(self):
-            self.tape.walk()
+            self.layer_calls.walk()
         self.weights.mode.proxies.end()
         if self.spec.shares_state or not self.spec.overlaps:  # else the main thread has its generators back
             self.context.randomness.check()
@@ -158,7 +166,7 @@ class Microbatch(CallingThread):
         self.spec.scope.fail(error)  # the main thread raises it
 
     def _end(self) -> None:
-        self.tape.close()
+        self.layer_calls.close()
         self.ready.set()
         super()._end()
 
@@ -212,6 +220,6 @@ class Microbatch(CallingThread):
         seed, mode.proxies.factor = seed_of(scale, formats.low or loss.dtype)
         with torch._C.DisableTorchFunction():
             seeded = filled_like(loss, seed)
-        self.tape.expect_gradients()
+        self.layer_calls.expect_gradients()
         with self.sections.noted(), torch.autograd.set_multithreading_enabled(False):  # user code in it may call layers
             torch.autograd.backward(loss, seeded, retain_graph=True)

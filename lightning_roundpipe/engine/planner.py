@@ -14,7 +14,6 @@ from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.devices.host_memory import SHARE, free_bytes
 from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.events import DOWNLOADS, UPLOADS, Recorder
-from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
@@ -78,12 +77,12 @@ class Planner:
         clips: returns whether gradients will be clipped by norm.
     """
 
-    def __init__(self, context: Context, hints: Hints) -> None:
+    def __init__(self, context: Context) -> None:
         self._context, self._options = context, context.options
         self.windows_left: Callable[[], float] = lambda: 0.0
         self.clips: Callable[[], bool] = lambda: False
         self._trained = context.model.trainable()
-        self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, hints
+        self._workers, self._devices, self._hints = context.pool.workers, context.pool.devices, context.hints
 
     def learn(self, step: Step, drain: Callable[[], None]) -> None:
         """Make a plan after a window without one, or find that microbatches have to follow one another.
@@ -139,7 +138,8 @@ class Planner:
         if self._options.plan_text is not None:
             plan = self._given(Plan.parse(self._options.plan_text), trace, costs)
         else:
-            rules = replace(self._rules(costs, blocking=step.spec.updates is None), memory=limit)
+            rules = rules_of(self._context, costs, clips=self.clips(), blocking=step.spec.updates is None)
+            rules = replace(rules, memory=limit)
             plan = self._found(costs, rules, step)
         if microbatches > 1 and (buffer := _torn(plan, trace)):
             why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
@@ -283,38 +283,12 @@ class Planner:
             text = f"a step takes {seconds:.3g} s: searching for a faster plan, which takes about {search_s:.0f} s."
         self._hints.say("plan", text)
 
-    def _rules(self, costs: Costs, *, blocking: bool) -> Rules:
-        """Return what takes time beside computing. It is not measured, and has its nominal rates.
-
-        Emulated devices have the links of the options. ``blocking``: whether updates begin after the whole backward.
-        """
-        options, model, reduction = self._options, self._context.model, self._context.gradients.reduction
-        flats = [flat for layer in model.layers for flat in layer.weights.flats if flat.trained and not flat.shares]
-        copies = [place.dtype.itemsize for flat in flats if flat.copied for place in flat.places]
-        reduced = reduction.dtype is not None and any(call.reduced_bytes is not None for call in costs)
-        reduced_bytes, clips = reduction.dtype.itemsize if reduced and reduction.dtype else None, self.clips()
-        rules = rates_of(self._devices[0]).rules(
-            1 if options.staleness else 0,
-            adamw_bytes(options.optimizer_state, max(copies, default=0), reduced_bytes, scales=clips),
-            at_once=clips or model.formats.scales.scale is not None, blocking=blocking,
-        )  # fmt: skip
-        if self._devices[0].torch_device.type != "cpu":
-            return rules
-        rate = options.emulation.bandwidth
-        links = None if rate is None else Links(float(rate), float(rate))
-        host = HostTime(hop_s=2 * options.emulation.latency)  # from the device to the host, and to the next device
-        return replace(rules, host=host, links=links)
-
     def reserve_for_layers(self) -> None:
         """Make the arenas large enough for a layer and the next one: without a plan, each call has a slot."""
-        layers = self._context.model.layers
-        weights = max((layer.weights.nbytes for layer in layers), default=0)
-        arena = weights + max((GradientLayout(layer).nbytes for layer in layers), default=0)
         limit = worker_bytes(self._options, self._devices)
-        if limit is None or 2 * BESIDE * arena <= limit:
-            arena *= BESIDE
+        reserved = reserved_for_layers(self._context.model.layers, limit)
         for worker in self._workers:
-            worker.reserve(Reserved(arena), at_least=limit is None)
+            worker.reserve(reserved, at_least=limit is None)
 
     def _run_in_order(self, why: str, remedy: str) -> None:
         """Run microbatches one after another from the next window on; an error if the options give a plan."""
@@ -346,6 +320,41 @@ class Planner:
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()
+
+
+def reserved_for_layers(layers: Sequence[HostLayer], limit: int | None) -> Reserved:
+    """Return the memory of a worker for a layer and the next one, or if the ``limit`` is too small, for one."""
+    weights = max((layer.weights.nbytes for layer in layers), default=0)
+    arena = weights + max((GradientLayout(layer).nbytes for layer in layers), default=0)
+    return Reserved(arena * BESIDE if limit is None or 2 * BESIDE * arena <= limit else arena)
+
+
+def rules_of(context: Context, costs: Costs, *, clips: bool, blocking: bool) -> Rules:
+    """Return what takes time beside computing. It is not measured, and has its nominal rates.
+
+    Emulated devices have the links of the options. ``blocking``: whether updates begin after the whole backward.
+    """
+    options, model, reduction, device = (
+        context.options,
+        context.model,
+        context.gradients.reduction,
+        context.pool.devices[0],
+    )
+    flats = [flat for layer in model.layers for flat in layer.weights.flats if flat.trained and not flat.shares]
+    copies = [place.dtype.itemsize for flat in flats if flat.copied for place in flat.places]
+    reduced = reduction.dtype is not None and any(call.reduced_bytes is not None for call in costs)
+    reduced_bytes = reduction.dtype.itemsize if reduced and reduction.dtype else None
+    rules = rates_of(device).rules(
+        1 if options.staleness else 0,
+        adamw_bytes(options.optimizer_state, max(copies, default=0), reduced_bytes, scales=clips),
+        at_once=clips or model.formats.scales.scale is not None, blocking=blocking,
+    )  # fmt: skip
+    if device.torch_device.type != "cpu":
+        return rules
+    rate = options.emulation.bandwidth
+    links = None if rate is None else Links(float(rate), float(rate))
+    host = HostTime(hop_s=2 * options.emulation.latency)  # from the device to the host, and to the next device
+    return replace(rules, host=host, links=links)
 
 
 def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker], sharing: Collection[HostLayer]) -> bool:

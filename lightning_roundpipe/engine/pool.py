@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -62,7 +63,7 @@ class Pool:
         types = {device.torch_device.type for device in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
-        self.broken = False
+        self.broken, self._slots = False, itertools.count()
         self._threads: list[TaskThread] = []
         self._summing: dict[int, TaskThread] = {}
         self._around.enter_context(functions_given_stand_ins())
@@ -79,6 +80,19 @@ class Pool:
         if worker not in self._summing:
             self._summing[worker] = TaskThread(f"roundpipe-sums{worker}")
         return self._summing[worker]
+
+    def next_slot(self) -> int:
+        """Return the index of the next slot in the sequence of all."""
+        return next(self._slots)
+
+    def align_slots(self) -> None:
+        """Skip slots until the next one is the first worker's.
+
+        Stages that are cut for one of unequal workers come to it in all steps then; slots of evaluation and of other
+        calls would shift them.
+        """
+        for _ in range(-(self.next_slot() + 1) % len(self.workers)):
+            self.next_slot()
 
     def refuse_broken(self) -> None:
         """Raise `RoundPipeError` if no further step may run."""
@@ -151,7 +165,7 @@ class Pool:
         if not scope.failed:
             try:
                 for worker in self.workers:
-                    worker.wait_until_idle()
+                    worker.in_flight.wait_until_idle()
             except BaseException as error:
                 scope.fail(error)
         if scope.failed and not (self._all_return(late) and self._reset(scope)):

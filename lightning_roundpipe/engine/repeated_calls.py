@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.layer_calls import LayerCalls, Tape
+from lightning_roundpipe.engine.layer_calls import Tape
 from lightning_roundpipe.engine.randomness import Seed, derive
 from lightning_roundpipe.engine.trace import TracedCall
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -78,7 +78,7 @@ class _Node(torch.autograd.Function):
 _connect: Any = super(torch.autograd.Function, _Node).apply
 
 
-def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_again(calls: Tape, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeat one of the ``calls`` of the forward within a backward of user code; the optimizer waits for it."""
     context, spec, turns, sections = calls.context, calls.spec, calls.turns, calls.sections
     if spec.overlaps and layer.bucket not in context.learned.read_by_user_code:
@@ -92,7 +92,7 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
     again = repeated(layer, traced, sections.seed_of, draws=layer.index in context.randomness.draws)
     call = calls.capture(layer, args, kwargs, traced[again].use)
     call.index = again + len(planned.calls if planned is not None else traced)
-    call.reconnect = functools.partial(_reconnect, tape, call, traced[again], call.inputs.arguments.tensors)
+    call.reconnect = functools.partial(_reconnect, calls, call, traced[again], call.inputs.arguments.tensors)
     tensors = call.inputs.arguments.tensors
     sections.exit()
     outcome = calls.forward(call, taped=call.is_taped)
@@ -102,30 +102,30 @@ def call_again(calls: LayerCalls, tape: Tape, layer: HostLayer, args: tuple[Any,
 
 
 def _reconnect(
-    tape: Tape, call: LayerCall, traced: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
+    calls: Tape, call: LayerCall, traced: TracedCall, inputs: Sequence[Tensor], outputs: list[Tensor], device: Device
 ) -> list[Tensor]:
     """Return the outputs of a repeated call on the device of those of the forward, connected to its inputs [2]."""
-    home = tape.turns.device = tape.context.pool.devices[traced.worker]
-    moved = [tape.moved(t.detach(), device, home) for t in outputs]
+    home = calls.turns.device = calls.context.pool.devices[traced.worker]
+    moved = [calls.moved(t.detach(), device, home) for t in outputs]
     if not call.environment.thread_state.grad or not any(t.requires_grad for t in outputs):
         return moved
     call.gradients.home = home
     call.gradients.expected = True
-    differentiate = functools.partial(_differentiate, tape, call)
+    differentiate = functools.partial(_differentiate, calls, call)
     ends = [(t.grad_fn.gradients, t.output_nr) if t.grad_fn is not None else None for t in outputs]  # type: ignore[attr-defined]
     needed = [t for t, needs in zip(inputs, call.inputs.needs, strict=True) if needs]
     with torch.enable_grad():
         return list(_connect(_ANCHOR, differentiate, ends, moved, *needed))
 
 
-def _differentiate(tape: Tape, call: LayerCall) -> list[Tensor | None]:
+def _differentiate(calls: Tape, call: LayerCall) -> list[Tensor | None]:
     """Run the backward of a repeated call, whose gradients have come, within the backward of user code."""
-    turns, sections = tape.turns, tape.sections
+    turns, sections = calls.turns, calls.sections
     before = turns.device
     sections.exit()
-    gradients, device = tape.through(call)
+    gradients, device = calls.through(call)
     moved = [
-        None if g is None else tape.moved(g, device, edge.home)
+        None if g is None else calls.moved(g, device, edge.home)
         for g, edge in zip(gradients, call.inputs.edges, strict=True)
     ]
     turns.device = before

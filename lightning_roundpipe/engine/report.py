@@ -76,13 +76,8 @@ def report_of(step: Step, uploaded: int) -> Callable[[], Report]:
     ``uploaded``: bytes of weights uploaded in all steps so far.
     """
     options, costs, devices = step.context.options, step.context.learned.costs, step.context.pool.devices
-    recorder, plan, workers, started, took = (
-        step.spec.recorder,
-        step.spec.plan,
-        len(devices),
-        step.started,
-        step.seconds,
-    )
+    recorder, plan, workers = step.spec.recorder, step.spec.plan, len(devices)
+    started, took = step.started, step.seconds
     peaks = [device.peak_bytes() for device in devices]
     retries = [device.allocation_retries() - n for device, n in zip(devices, step.retries_before, strict=True)]
     planned = peak_bytes(plan, costs, options, devices) if plan is not None and costs is not None else None

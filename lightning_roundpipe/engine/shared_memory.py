@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.memory.arenas import address_of
-from lightning_roundpipe.user_code.torch_functions import witness
+from lightning_roundpipe.user_code.torch_functions import WatchedTensors
 
 
 def sharing(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -32,20 +32,18 @@ class SharedOutputs:
     """Tensors that must not be written to until the microbatch's user code is done. Keeps none of their memory."""
 
     def __init__(self) -> None:
-        self._counters: list[tuple[Tensor, int, str]] = []
+        self._watched = WatchedTensors[str]()
 
     def add(self, tensors: Iterable[Tensor], layer: str) -> None:
         for tensor in tensors:
             if not tensor.is_inference():  # those have no version
-                seen = witness(tensor)
-                self._counters.append((seen, seen._version, layer))
+                self._watched.add(layer, tensor)
 
     def assert_unmodified(self) -> None:
         """Raise `RoundPipeError` if one of the tensors has been written to."""
-        for seen, version, layer in self._counters:
-            if seen._version != version:
-                raise RoundPipeError(
-                    f"layer {layer!r} returned tensors that share memory with each other or with its input, and code "
-                    "behind it wrote to one of them in place: the others would not follow. Write out of place, or "
-                    "clone what the layer returns."
-                )
+        for layer in self._watched.written():
+            raise RoundPipeError(
+                f"layer {layer!r} returned tensors that share memory with each other or with its input, and code "
+                "behind it wrote to one of them in place: the others would not follow. Write out of place, or clone "
+                "what the layer returns."
+            )

@@ -18,63 +18,65 @@ from typing import Any
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import LayerCall
-from lightning_roundpipe.engine.layer_calls import LayerCalls
 from lightning_roundpipe.engine.microbatch import Microbatch
-from lightning_roundpipe.engine.slots import Slot
+from lightning_roundpipe.engine.slots import Slot, StepSpec
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
-from lightning_roundpipe.engine.step_spec import StepSpec
-from lightning_roundpipe.engine.sync import CancelScope, Signal
-from lightning_roundpipe.engine.user_sections import UserSections, WeightGuard
+from lightning_roundpipe.engine.sync import CancelScope
 from lightning_roundpipe.faults.notes import add_waiting_note
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.threads.task_thread import Task
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
-from lightning_roundpipe.user_code.module_state import AttributeView
 from lightning_roundpipe.user_code.thread_state import apply_context
+
+
+def training_spec(
+    context: Context, seed: tuple[int, ...], weights: LossWeights, updates: AsyncOptimizer | None,
+    plan: Plan | None = None, *, measures: bool = False, overlaps: bool = False, shares_state: bool = False,
+) -> StepSpec:  # fmt: skip
+    """Return what is fixed for a step of training; for the arguments see `StepSpec`."""
+    peers, count = context.exchange.peers if context.exchange is not None else None, weights.count
+    return StepSpec(
+        seed=(*seed, count * (peers.size if peers is not None else 1)),
+        first=count * (peers.rank if peers is not None else 0),
+        version=updates.wanted if updates is not None else 0,
+        plan=plan,
+        measures=measures,
+        overlaps=overlaps,
+        shares_state=shares_state,
+        undisturbed=context.model.undisturbed,
+        updates=updates,
+        readiness=GradReadiness(context.model.buckets, reports_uploads=bool(context.options.staleness)),
+        loss_weights=weights,
+        thread_state=context.thread_state(),
+        scope=CancelScope(),
+    )
 
 
 class Step:
     """See above.
 
     Args:
-        weights: how much the microbatches count; also says how many there are.
-        updates: the optimizer's thread; None if gradients go to ``.grad``.
+        spec: what its slots and microbatches have in common.
         before: the step before, if it is still in flight.
-        overlaps: whether the backward may go on when the losses are returned.
-        shares_state: whether its microbatches depend on state of the process that the main thread changes.
-        plan: the plan that it runs under; None if each call has a slot of its own.
-        measures: whether a plan is to be made from it.
 
     Attributes:
         started, seconds: its time on the clock of ``time.perf_counter()``.
     """
 
-    def __init__(
-        self, context: Context, seed: tuple[int, ...], weights: LossWeights, updates: AsyncOptimizer | None,
-        before: Step | None, *, overlaps: bool, shares_state: bool, plan: Plan | None, measures: bool,
-    ) -> None:  # fmt: skip
-        self.context, self.before = context, before
-        self.readiness = GradReadiness(context.model.buckets, reports_uploads=bool(context.options.staleness))
-        peers, count = context.exchange.peers if context.exchange is not None else None, weights.count
-        self.spec: StepSpec = StepSpec(
-            seed=(*seed, count * (peers.size if peers is not None else 1)),
-            first=count * (peers.rank if peers is not None else 0),
-            version=updates.wanted if updates is not None else 0,
-            plan=plan,
-            measures=measures,
-            overlaps=overlaps,
-            shares_state=shares_state,
-            undisturbed=context.model.undisturbed,
-            updates=updates,
-            readiness=self.readiness,
-            loss_weights=weights,
-            thread_state=context.thread_state(),
-            scope=CancelScope(self._failed),
-        )
-        self.slots = self._make_slots()
+    slots_type: type[StepSlots] = StepSlots
+    microbatch_type: type[Microbatch] = Microbatch
+
+    def __init__(self, context: Context, spec: StepSpec, before: Step | None = None) -> None:
+        self.context, self.spec, self.before, plan = context, spec, before, spec.plan
+        assert spec.readiness is not None
+        self._readiness, spec.scope.on_failure = spec.readiness, self._failed
+        workers, count = len(context.pool.workers), spec.loss_weights.count
+        trace, own_sums = None, False
+        if plan is not None:
+            trace, own_sums = context.learned.trace, plan.side_by_side(workers, count)
+        self.slots = self.slots_type(context, spec, trace, own_sums=own_sums)
         self.microbatches: list[Microbatch] = []
         self.gradients: StepGradients | None = None
         self.started, self.seconds = time.perf_counter(), 0.0
@@ -82,20 +84,7 @@ class Step:
         self._tasks: list[Task[None]] = []
         self._running = count
         if before is not None:  # which may fail at any time, and this step with it, so this comes last
-            self.spec.scope.follow(before.spec.scope)
-
-    def _make_slots(self) -> StepSlots:
-        plan, context = self.spec.plan, self.context
-        if plan is None:
-            return StepSlots(context, self.spec)
-        own_sums = plan.side_by_side(len(context.pool.workers), self.spec.loss_weights.count)
-        return StepSlots(context, self.spec, context.learned.trace, own_sums=own_sums)
-
-    def _make_microbatch(self, index: int, after: Signal | None, slots: Sequence[Slot]) -> Microbatch:
-        turns = Turns(self.context, self.slots, slots, index, len(self.context.pool.workers))
-        sections = UserSections(turns, AttributeView(self.context.shared) if self.spec.several else None)
-        tape: list[LayerCall] = []
-        return Microbatch(LayerCalls(sections, WeightGuard(sections, tape), tape), after)
+            spec.scope.follow(before.spec.scope)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +122,8 @@ class Step:
             for index in range(count):
                 before = self.microbatches[-1] if index else None
                 after = None if before is None else before.ended if in_order else before.sections.begun
-                microbatch = self._make_microbatch(index, after, rounds[index // size])
+                turns = Turns(self.context, self.slots, rounds[index // size], index, len(pool.workers))
+                microbatch = self.microbatch_type(turns, after)
                 if before is not None and self.spec.plan is not None and index % size == 0:
                     microbatch.turns.predecessor_progress = before.turns.progress
                 microbatch.ended.then(self._microbatch_ended)
@@ -147,7 +137,7 @@ class Step:
         """Return the slots of each round of ``size`` microbatches."""
         costs = self.context.learned.costs
         if costs is not None and costs.unequal:
-            self.context.align_slots(len(self.context.pool.workers))
+            self.context.pool.align_slots()
         starts = range(0, count, size)
         rounds = [
             self.slots.lay_out(plan.stages(), range(start, min(start + size, count)), number)
@@ -160,7 +150,7 @@ class Step:
         self._running -= 1
         if not self._running:
             self.spec.copies.clear()
-            self.readiness.ended()
+            self._readiness.ended()
             self.seconds = time.perf_counter() - self.started
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -208,7 +198,7 @@ class Step:
 
     def _failed(self) -> None:
         """Stop the threads, and the devices unless the step before still needs them. The failing thread calls this."""
-        self.readiness.fail()
+        self._readiness.fail()
         self.context.pool.baton.wake(self.spec.scope)
         if self.before is None or self.before.spec.scope.failed:
             self.context.pool.fail(self.spec.scope)
@@ -243,17 +233,17 @@ class Step:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
         microbatches = self.microbatches
         if all(microbatch.result.loss is None for microbatch in microbatches):
-            self.readiness.forward_ended(set())
+            self._readiness.forward_ended(set())
             return None
         context, learned = self.context, self.context.learned
         read = set().union(*(microbatch.weights.read for microbatch in microbatches))
         learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
-        self.readiness.forward_ended(learned.read_by_user_code)
+        self._readiness.forward_ended(learned.read_by_user_code)
         sums = [self.slots.sums[key] for key in sorted(self.slots.sums)]  # an order that does not depend on the plan
         proxies = [microbatch.weights.mode.proxies for microbatch in microbatches]
         counts = [microbatch.result.weight for microbatch in microbatches]
         factor = self.spec.loss_weights.factor(counts) / context.model.formats.scales.outside(self.spec.version)
-        readiness, share = self.readiness if self.spec.updates is not None else None, None
+        readiness, share = self._readiness if self.spec.updates is not None else None, None
         if context.exchange is not None:
             share = functools.partial(context.exchange.share, self.spec.loss_weights.contribution(counts))
         self.gradients = StepGradients(sums, proxies, factor, readiness, share)

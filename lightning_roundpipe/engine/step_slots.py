@@ -17,14 +17,12 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import Executor, LayerCall
-from lightning_roundpipe.engine.slots import Slot, SlotGradients
-from lightning_roundpipe.engine.step_spec import StepSpec
-from lightning_roundpipe.engine.sync import Cancelled, Runner
+from lightning_roundpipe.engine.executor import Executor, LayerCall, noted_at
+from lightning_roundpipe.engine.slots import Slot, SlotGradients, StepSpec
+from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.faults.notes import FaultPlace, add_note
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -81,7 +79,7 @@ class StepSlots:
         for i in calls if stage.phase != "forward" else ():
             if traced[i].taped and (found := self.sums_of(traced[i].layer, traced[i].use)) is not None:
                 sums[i] = found
-        index = next(self._context.slots)
+        index = self._context.pool.next_slot()
         slot = Slot(
             index, index % len(self._context.pool.workers), stage.phase, calls, [*dict.fromkeys(needed)],
             microbatches, self.spec, SlotGradients(sums, self._own_sums), number, position,
@@ -115,7 +113,7 @@ class StepSlots:
         """Return a slot for one call, which is not in turn."""
         numbered = self.trace is None and self.spec.readiness is not None
         slot = Slot(
-            next(self._context.slots) if numbered else -1, worker, phase, [call.index], [call.layer],
+            self._context.pool.next_slot() if numbered else -1, worker, phase, [call.index], [call.layer],
             [call.microbatch], self.spec, SlotGradients({} if sums is None else {call.index: sums}),
         )  # fmt: skip
         self._follow(slot)
@@ -159,8 +157,8 @@ class Turn:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         worker, call = self._worker, self._call
         try:
-            if error is not None and not isinstance(error, Cancelled):
-                add_note(error, FaultPlace(call.layer.title, self._phase, call.microbatch, self._slot, worker.device))
+            if error is not None:
+                noted_at(call, self._phase, self._slot, worker.device).__exit__(kind, error, traceback)
             self._activated.__exit__(kind, error, traceback)
         finally:
             if self._memory is not None:

@@ -17,7 +17,7 @@ import itertools
 import threading
 from collections.abc import Callable
 
-from lightning_roundpipe.devices import intraop_threads
+from lightning_roundpipe.devices import Event, intraop_threads
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
 
@@ -145,6 +145,10 @@ class Baton:
             self.release()
             raise
 
+    def computing(self) -> Computing:
+        """Return a context in which the calling thread computes without it."""
+        return Computing(self)
+
     def begin_computing(self) -> None:
         """Hand the baton on, to compute without it."""
         with self._mutex:
@@ -196,6 +200,11 @@ class Baton:
         runner.scope.progress += 1
         runner.scope.check()
         return True
+
+    def wait_for_event(self, event: Event) -> None:
+        """Have the host wait for a point of a device's work. Others run meanwhile."""
+        with GivenUp(self):
+            event.wait()
 
     def offer(self) -> None:
         """Let a thread of lower rank that can go on go first.

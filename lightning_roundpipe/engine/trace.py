@@ -16,7 +16,29 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.planning.costs import CallCost
 
 _NOTHING = Crossed()
-_MOST = ("activation_bytes", "kept_bytes", "forward_bytes", "backward_held_bytes", "behind_bytes", "handing_bytes")
+
+
+@dataclass
+class CallMemory:
+    """Bytes that a call holds on its worker.
+
+    Attributes:
+        activation_bytes: peak memory of the call, backward included.
+        kept_bytes: peak memory of the forward, with its graph.
+        forward_bytes: the same, and of user code behind it, when the graph has been dropped.
+        returning_bytes: size of the gradients of its outputs.
+        backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
+        behind_bytes: peak of the user code behind it.
+        handing_bytes: peak of the backward through user code in front of it.
+    """
+
+    activation_bytes: int = 0
+    kept_bytes: int = 0
+    forward_bytes: int = 0
+    returning_bytes: int = 0
+    backward_held_bytes: int = 0
+    behind_bytes: int = 0
+    handing_bytes: int = 0
 
 
 @dataclass
@@ -26,13 +48,6 @@ class TracedCall:
     Attributes:
         use: how often the microbatch has called the layer before.
         forward_s, backward_s: seconds that they take.
-        activation_bytes: peak memory of the call on its worker, backward included.
-        kept_bytes: peak memory of the forward, with its graph.
-        forward_bytes: the same, and of user code behind it, when the graph has been dropped.
-        returning_bytes: size of the gradients of its outputs.
-        backward_held_bytes: outputs of calls, and what user code has made, that are alive when its backward begins.
-        behind_bytes: peak of the user code behind it.
-        handing_bytes: peak of the backward through user code in front of it.
         crossed: tensors that it shares with earlier calls.
         recomputable: inputs that a recomputation may make again; see `CallCost`.
         seen: what was seen of its products.
@@ -45,14 +60,8 @@ class TracedCall:
     taped: bool = False
     forward_s: float = 0.0
     backward_s: float = 0.0
-    activation_bytes: int = 0
-    kept_bytes: int = 0
     worker: int = 0
-    forward_bytes: int = 0
-    returning_bytes: int = 0
-    backward_held_bytes: int = 0
-    behind_bytes: int = 0
-    handing_bytes: int = 0
+    memory: CallMemory = field(default_factory=CallMemory)
     crossed: Crossed = _NOTHING
     recomputable: tuple[tuple[int, int, int], ...] = ()
     seen: Measuring | None = None
@@ -65,7 +74,7 @@ class TracedCall:
             dtype: in which gradients travel; None: in their own.
             unpack_s: seconds in which packed weights are unpacked, by the bytes that are read and written.
         """
-        layer, copies = self.layer, self.layer.seen.copies_nbytes
+        layer, copies, memory = self.layer, self.layer.seen.copies_nbytes, self.memory
         gradients = GradientLayout(layer, dtype=dtype) if self.taped else None
         unpacking_s = unpack_s(copies + layer.weights.nbytes) if copies else 0.0
 
@@ -76,14 +85,7 @@ class TracedCall:
             weight_bytes=layer.weights.nbytes,
             gradient_bytes=gradients.nbytes if gradients is not None else 0,
             boundary_bytes=self.crossed.input_bytes - sum(size for _, size in self.crossed.shared),
-            activation_bytes=max(self.activation_bytes, self.kept_bytes),
             needs_backward=self.taped,
-            kept_bytes=self.kept_bytes,
-            forward_bytes=self.forward_bytes,
-            returning_bytes=self.returning_bytes,
-            backward_held_bytes=self.backward_held_bytes,
-            behind_bytes=self.behind_bytes,
-            handing_bytes=self.handing_bytes,
             reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
             unpacked_bytes=copies,
             unpack_s=unpacking_s,
@@ -93,6 +95,7 @@ class TracedCall:
             ),
             recomputable=self.recomputable,
             **dataclasses.asdict(self.crossed),
+            **{**vars(memory), "activation_bytes": max(memory.activation_bytes, memory.kept_bytes)},
         )
 
 
@@ -156,6 +159,6 @@ class Trace:
                     setattr(mine, name, min(getattr(mine, name), getattr(theirs, name)))
                 pairs = [(flops, p, theirs.products.get(flops, p)) for flops, p in mine.products.items()]
                 mine.products = {flops: (max(p[0], o[0]), min(p[1], o[1])) for flops, p, o in pairs}
-                for name in _MOST:
-                    setattr(mine, name, max(getattr(mine, name), getattr(theirs, name)))
+                for name, most in vars(theirs.memory).items():
+                    setattr(mine.memory, name, max(getattr(mine.memory, name), most))
         return longest

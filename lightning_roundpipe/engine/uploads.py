@@ -1,7 +1,8 @@
-"""Uploads of weights: a slot's layers go up to the worker's arena while the slot before it runs.
+"""The memory of slots, and uploads to it: a slot's layers go up to the arena while the slot before it runs.
 
     a slot gets its place in the arena ── its layers queue up ── [1]
     the first of the queue: its place is free ── its weights are published ── its upload is enqueued ── the next ── [2]
+    the slot is opened ── it gets memory for gradients; sums that an earlier slot has begun go up ── [3]
 
 What is missing in [2] continues the queue when it comes: a slot that closes, or the optimizer, which publishes a
 bucket. So the queue is advanced by several threads, under a lock of its own, and nobody waits in it.
@@ -12,11 +13,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices import Device, Event, Stream
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.slots import Slot
 from lightning_roundpipe.engine.sync import Signal
-from lightning_roundpipe.memory.arenas import StageArena
+from lightning_roundpipe.memory.arenas import Place, StageArena
+from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 
 
@@ -94,6 +96,49 @@ class SlotMemory:
         slot.spec.recorder.add("upload_weights", self._device.index, start, end, -1, layer.weights.nbytes, where)
         slot.report_upload(layer, end)
         upload.enqueued.set()
+
+    def grow(self, needed: int) -> None:
+        """Make room for a slot of ``needed`` bytes, and the next one."""
+        with self.lock:
+            self.arena.grow(2 * needed)
+
+    def open_gradients(self, slot: Slot) -> None:
+        """Give a slot memory for its sums of gradients [3]. The baton is held."""
+        sums = {call: s for call, s in slot.gradients.sums.items() if s.layout.nbytes}
+        if not sums:
+            return
+        assert slot.weights.place is not None
+        with self.lock:
+            region = self.arena.add_gradients(slot.weights.place, [host.layout.nbytes for host in sums.values()])
+            before = self.arena.before(region.start, region.end, slot.weights.place) or []
+            segments, events = self.arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
+        slot.gradients.free = list(events)
+        stream = self._device.weights_up
+        for (call, host), segment in zip(sums.items(), segments, strict=True):
+            gradients = slot.gradients.on_worker[call] = DeviceGradSums(host, segment)
+            if any(gradients.present):  # a sum that an earlier slot has begun goes on
+                for event in (*events, *([host.arrived] if host.arrived is not None else ())):
+                    stream.wait(event)
+                start = stream.record(timed=True)
+                gradients.upload(stream)
+                end = stream.record(timed=True)
+                slot.gradients.free.append(end)
+                where = EventSource(slot.index, slot.phase, call, host.layer.name)
+                nbytes = host.layout.nbytes
+                slot.spec.recorder.add("upload_gradients", self._device.index, start, end, -1, nbytes, where)
+
+    def retire(self, place: Place, stream: Stream) -> None:
+        """Free the weights of a closed slot behind what ``stream`` does now."""
+        with self.lock:
+            place.weights.last_use = stream.record()
+            self.arena.retire(place)
+
+    def free_gradients(self, place: Place, stream: Stream) -> None:
+        """Free the memory for gradients of a closed slot, likewise."""
+        if (region := place.gradients) is not None:
+            with self.lock:
+                stream.poison(self.arena.bytes_of(region.start, region.end))
+                region.last_use = stream.record()
 
     def forget(self) -> None:
         """Drop what is queued, after a failure."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -175,10 +175,14 @@ class WeightGuard:
 
     Args:
         mode: the torch function mode of the user code; None: that of a training step.
+
+    Attributes:
+        tape: the calls whose backward is still to come, in order.
     """
 
-    def __init__(self, sections: UserSections, tape: Sequence[LayerCall], mode: UserCodeMode | None = None) -> None:
-        self.context, self.spec, self.sections, self.tape = sections.context, sections.spec, sections, tape
+    def __init__(self, sections: UserSections, mode: UserCodeMode | None = None) -> None:
+        self.context, self.spec, self.sections = sections.context, sections.spec, sections
+        self.tape: list[LayerCall] = []
         self.read: set[ParamBucket] = set()
         self._written: list[nn.Parameter] = []
         """Parameters that user code has written to by their ``.data``, and that no call was made with since."""

@@ -13,28 +13,38 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices.base import NOTHING
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.engine.activations import Arriving, Room
 from lightning_roundpipe.engine.events import EventSource
+from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.slots import Slot, TicketQueue
-from lightning_roundpipe.engine.sync import Baton, GivenUp
+from lightning_roundpipe.engine.sync import Baton
 from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.memory.arenas import Arena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
-from lightning_roundpipe.memory.in_flight import IN_FLIGHT, InFlight
+from lightning_roundpipe.memory.in_flight import InFlight
+from lightning_roundpipe.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.memory import Reserved
 from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
+
+T = TypeVar("T")
+LONG_S = 3e-4
+"""Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
+microseconds."""
 
 
 class GradientSender(TaskThread):
@@ -125,13 +135,9 @@ class GradientSender(TaskThread):
                 for layer in pending:
                     slot.weights.uploads[layer].enqueued.wait(slot.spec.scope)
                     stream.wait(slot.weights.uploads[layer].end)
-                with memory.lock:
-                    if pending:  # only now: what is uploaded to the place has found all that were there before it
-                        place.weights.last_use = stream.record()
-                        memory.arena.retire(place)
-                    if (region := place.gradients) is not None:
-                        stream.poison(memory.arena.bytes_of(region.start, region.end))
-                        region.last_use = stream.record()
+                if pending:  # only now: what is uploaded to the place has found all that were there before it
+                    memory.retire(place, stream)
+                memory.free_gradients(place, stream)
                 memory.proceed()
                 slot.report_closed()
         except BaseException as error:
@@ -144,6 +150,183 @@ class GradientSender(TaskThread):
         return self.submit(lambda: None).waiter
 
 
+@dataclass(slots=True, eq=False)
+class LayerCopy:
+    """A worker's copy of a layer: a module whose parameters are views of the weights of a slot.
+
+    What the layer's code changes in it is lost with it. So the code may set attributes, which are taken over, and write
+    to buffers; writing to parameters and registering anything is an error.
+
+    Attributes:
+        segment: the weights that it is bound to; None if it is bound to none.
+    """
+
+    layer: HostLayer
+    replica: Replica
+    buffers: ReplicaBuffers
+    segment: Tensor | None = None
+
+    def borrowing(self, lender: Lender, masters: Container[int]) -> AbstractContextManager[Any]:
+        """Return the mode that lends stand-ins for ``masters`` of other modules. Most layers were seen to need none."""
+        seen, replica = self.layer.seen, self.replica
+        if seen.borrows == [] and not seen.reads_data:
+            return NOTHING
+        return Borrowing(masters, lender, replica.device, seen.borrows or [], replica.parameters)
+
+    def check(self, versions: Sequence[int], borrowing: object, trained: tuple[bool, ...] | None) -> None:
+        """Note what the layer's code has used of other modules, and refuse what it has changed in the copy.
+
+        Args:
+            versions: those of the parameters before.
+            borrowing: the mode that it ran under.
+            trained: which parameters were trained; None without grad.
+        """
+        layer, replica = self.layer, self.replica
+        now = zip(replica.parameters, versions, strict=True)
+        written = {i for i, (parameter, before) in enumerate(now) if parameter._version != before}
+        if isinstance(borrowing, Borrowing):
+            layer.seen.borrows = borrowing.found
+            layer.seen.reads_data |= borrowing.reads_data
+            written |= borrowing.written_by_data()
+        if written:
+            self._refuse_written(written)
+        if replica.registrations.have_changed():
+            self._refuse_registered()
+        if trained is not None and replica.trains_more(trained):
+            raise RoundPipeError(
+                f"layer {layer.name!r} switches on requires_grad of its own parameters while it runs; on a worker that "
+                "is lost. Set requires_grad between steps, for example in on_train_batch_start."
+            )
+
+    def release(self, held: dict[tuple[int, str], Any], written: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Let go of what the copy holds only for one call: attributes that it ``held``, and those that were written.
+
+        Returns the containers that are attributes and that the layer's code has filled: the user's and the copy's.
+        """
+        attributes, modules = self.replica.attributes, self.layer.state.modules
+        filled = [(modules[i].__dict__.get(name), mine) for (i, name), mine in attributes.changed_contents()]
+        if written:
+            attributes.drop_written()
+        elif held:
+            attributes.release(held)
+        return filled
+
+    def _refuse_written(self, positions: Collection[int]) -> None:
+        """Raise if the layer has changed its own parameters.
+
+        A write that leaves the same values is allowed: registering and removing a parametrization does that.
+        """
+        if all(self._is_master(self.replica.parameters[i], i) for i in positions):
+            return
+        raise RoundPipeError(
+            f"layer {self.layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write to "
+            "them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
+        )
+
+    def _refuse_registered(self) -> None:
+        """Raise if the layer has registered or removed parameters or modules.
+
+        A parameter that is not trained may be replaced by an equal one, as PEFT does where it unpacks base weights.
+        """
+        for module, name, before, now in self.replica.registrations.changed():
+            if isinstance(before, Tensor) and isinstance(now, Tensor):
+                position = next(i for i, p in enumerate(self.replica.parameters) if p is before)
+                trains = self.layer.masters[position].requires_grad or now.requires_grad
+                if not trains and self._is_master(now, position):
+                    continue
+            what = "parameter" if isinstance(before, Tensor) or isinstance(now, Tensor) else "module"
+            raise RoundPipeError(
+                f"layer {self.layer.name!r} registers, replaces or removes the {what} {name!r} of its {module} while "
+                "it runs; on a worker that is lost. Do it between steps (in a hook of the LightningModule), or keep "
+                "what changes in a buffer, which a layer may register."
+            )
+
+    def _is_master(self, value: Tensor, position: int) -> bool:
+        """Return whether ``value`` equals what layers compute with for a master."""
+        master = self.layer.masters[position]
+        return torch.equal(value.detach().to(master.device), self.layer.weights.read(master))
+
+
+class LayerCopies:
+    """The copies of layers of one worker.
+
+    Attributes:
+        unpacked: memory for packed weights that the open slot unpacks once.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.unpacked = Arena(device, "unpacked weights")
+        self._known: dict[int, LayerCopy] = {}
+
+    def of(self, slot: Slot, layer: HostLayer) -> LayerCopy:
+        """Return the copy of ``layer`` with the weights of ``slot``, which is open.
+
+        A call outside of the plan may have bound it to weights of its own meanwhile.
+        """
+        segment = slot.weights.uploads[layer.index].segment
+        assert segment is not None, "the slot is open"
+        if (known := self._known.get(layer.index)) is None:
+            with torch.inference_mode(False):
+                replica = Replica(
+                    layer.module, self._device.torch_device, layer.state, layer.weights.rounded,
+                    layer.seen.copies_wanted,
+                )  # fmt: skip
+            known = LayerCopy(layer, replica, ReplicaBuffers(layer.buffers, replica, self._device))
+            self._known[layer.index] = known
+        if known.segment is not segment:
+            weights = layer.weights
+            whole = functools.partial(self._whole, layer)
+            with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
+                known.replica.bind(weights.views(segment), weights.trainable(), whole)
+            known.segment = segment
+        return known
+
+    def _whole(self, layer: HostLayer, position: int) -> Tensor:
+        """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
+        layer.seen.uses.otherwise([position])
+        master = layer.masters[position]
+        if layer.bucket.double_buffered and master.requires_grad:
+            name = next(name for name, parameter in layer.module.named_parameters() if parameter is master)
+            raise RoundPipeError(
+                f"layer {layer.name!r} uses its weight {name!r} otherwise than in the first batch, where autocast cast "
+                "it each time, so that it is sent cast; and with staleness=1 it may have changed since. Set "
+                "staleness=0, or let the first batch use it so, too."
+            )
+        return layer.weights.read(master).detach().to(self._device.torch_device, copy=True)
+
+    def begin_unpacking(self, slot: Slot) -> None:
+        """Let the layers of an open slot unpack packed weights once for all its microbatches."""
+        if not slot.weights.unpacks_once or self.unpacked.buffer is None:
+            return
+        left, sizes = self.unpacked.buffer.numel(), []
+        for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
+            sizes.append(min(left, layer.seen.copies_nbytes))
+            left -= sizes[-1]
+        for layer, room in zip(slot.layers, self.unpacked.cut(sizes), strict=True):
+            self.of(slot, layer).replica.copies.open(room)
+
+    def end_unpacking(self, slot: Slot) -> None:
+        """Let a slot that is closed give that memory back."""
+        if not slot.weights.unpacks_once or self.unpacked.buffer is None:
+            return
+        for layer in slot.layers:
+            self.of(slot, layer).replica.copies.open(None)
+        self._device.compute.poison(self.unpacked.buffer)
+        self.unpacked.last_use = self._device.compute.record()
+
+    def unbind(self) -> None:
+        """Let go of the arenas."""
+        for known in self._known.values():
+            known.replica.unbind()
+            known.segment = None
+
+    def forget(self) -> None:
+        """Drop all copies."""
+        self.unbind()
+        self._known.clear()
+
+
 class Worker:
     """See above.
 
@@ -154,7 +337,8 @@ class Worker:
         tickets: the order of its slots.
         planned: memory for slots in turn.
         spare: memory for calls that no slot in turn was made for.
-        copies: memory for packed weights that the open slot unpacks once.
+        copies: its copies of layers.
+        in_flight: what is enqueued on the device and not computed yet.
     """
 
     def __init__(self, device: Device, baton: Baton, *, prefetch: bool) -> None:
@@ -162,26 +346,16 @@ class Worker:
         self._baton, self._prefetch = baton, prefetch
         self.tickets = TicketQueue(baton, self.close_slot)
         self.planned, self.spare = SlotMemory(device), SlotMemory(device)
-        self.copies = Arena(device, "unpacked weights")
-        self._replicas: dict[int, Replica] = {}
-        self._bound: dict[int, Tensor] = {}
-        """The weights that each copy of a layer has, by number of the layer."""
-        self.lead = 0
-        """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
-        self.room = Room()
-        self._in_flight = InFlight()
-        self.copying: list[Event] = []
-        """The ends of the copies of the last call's inputs to the host."""
-        self.carrying: deque[Event] = deque()
-        """The ends of the copies of calls' products to the host."""
+        self.copies, self.room = LayerCopies(device), Room()
+        self.in_flight = InFlight(device, baton.wait_for_event)
         self.sender = GradientSender(device)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def reserve(self, reserved: Reserved, *, at_least: bool = False) -> None:
         """Make the arena of the given size. Nothing runs."""
-        self.lead, self.room.limit = reserved.lead, reserved.room
-        needed = {self.planned.arena: reserved.arena, self.copies: reserved.copies, self.spare.arena: 0}
+        self.in_flight.lead, self.room.limit = reserved.lead, reserved.room
+        needed = {self.planned.arena: reserved.arena, self.copies.unpacked: reserved.copies, self.spare.arena: 0}
         changing = [arena for arena, nbytes in needed.items() if not arena.suits(nbytes, at_least=at_least)]
         if changing:
             self.forget()  # copies of layers hold views of the arenas
@@ -191,34 +365,9 @@ class Worker:
             if needed[arena] or arena is self.planned.arena:
                 arena.make(needed[arena])
 
-    def replica(self, slot: Slot, layer: HostLayer) -> Replica:
-        """Return the worker's copy of ``layer`` with the weights of ``slot``, which is open.
-
-        A call outside of the plan may have bound it to weights of its own meanwhile.
-        """
-        weights = layer.weights
-        if (known := self._replicas.get(layer.index)) is None:
-            with torch.inference_mode(False):
-                known = self._replicas[layer.index] = Replica(
-                    layer.module, self.device.torch_device, layer.state, weights.rounded, layer.seen.copies_wanted
-                )
-        segment = slot.weights.uploads[layer.index].segment
-        assert segment is not None, "the slot is open"
-        if self._bound.get(layer.index) is not segment:
-            with torch.inference_mode(False):  # or the weights were no tensors of the parameters' kind
-                known.bind(weights.views(segment), weights.trainable(), functools.partial(self._whole, slot, layer))
-            self._bound[layer.index] = segment
-        return known
-
-    def _unbind(self) -> None:
-        """Let copies of layers let go of the arenas."""
-        for replica in self._replicas.values():
-            replica.unbind()
-        self._bound.clear()
-
     def arena_addresses(self) -> set[int]:
         """Return where arenas lie: a tensor there must be copied to outlive its slot."""
-        return {self.planned.arena.address, self.spare.arena.address, self.copies.address} - {0}
+        return {self.planned.arena.address, self.spare.arena.address, self.copies.unpacked.address} - {0}
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -257,19 +406,12 @@ class Worker:
             weights = 0 if slot.weights.shares else sum(layer.weights.nbytes for layer in slot.layers)
             needed = weights + sum(host.layout.nbytes for host in slot.gradients.sums.values())
             if not memory.arena.has(needed):  # a layer that the plan does not have, or weights that are trained now
-                self._unbind()
-                with memory.lock:
-                    memory.arena.grow(2 * needed)
+                self.copies.unbind()
+                memory.grow(needed)
             memory.prepare(slot)
         slot.opened = True
-        self._open_gradients(slot, memory)
-        if slot.weights.unpacks_once and self.copies.buffer is not None:
-            left, sizes = self.copies.buffer.numel(), []
-            for layer in slot.layers:  # those that have come to want more since the plan was made find what is left
-                sizes.append(min(left, layer.seen.copies_nbytes))
-                left -= sizes[-1]
-            for layer, room in zip(slot.layers, self.copies.cut(sizes), strict=True):
-                self.replica(slot, layer).copies.open(room)
+        memory.open_gradients(slot)
+        self.copies.begin_unpacking(slot)
 
     def _share(self, slot: Slot, present: Slot) -> None:
         """Let a slot have the weights of the present one."""
@@ -279,30 +421,6 @@ class Worker:
             self._baton.wait(upload.enqueued.then)
             slot.weights.uploads[layer.index] = copy.copy(upload)  # which keeps the memory as long as this slot
             slot.report_upload(layer, upload.end)
-
-    def _open_gradients(self, slot: Slot, memory: SlotMemory) -> None:
-        sums = {call: s for call, s in slot.gradients.sums.items() if s.layout.nbytes}
-        if not sums:
-            return
-        assert slot.weights.place is not None
-        sizes, arena = [host.layout.nbytes for host in sums.values()], memory.arena
-        with memory.lock:
-            region = arena.add_gradients(slot.weights.place, sizes)
-            before = arena.before(region.start, region.end, slot.weights.place) or []
-            segments, events = arena.tensors(region), [r.last_use for r in before if r.last_use is not None]
-        slot.gradients.free = list(events)
-        stream = self.device.weights_up
-        for (call, host), segment in zip(sums.items(), segments, strict=True):
-            gradients = slot.gradients.on_worker[call] = DeviceGradSums(host, segment)
-            if any(gradients.present):  # a sum that an earlier slot has begun goes on
-                for event in (*events, *([host.arrived] if host.arrived is not None else ())):
-                    stream.wait(event)
-                start = stream.record(timed=True)
-                gradients.upload(stream)
-                end = stream.record(timed=True)
-                slot.gradients.free.append(end)
-                where = EventSource(slot.index, slot.phase, call, host.layer.name)
-                slot.spec.recorder.add("upload_gradients", self.device.index, start, end, -1, host.layout.nbytes, where)
 
     def bring_in(self, slot: Slot, layer: HostLayer, inputs: Sequence[Arriving]) -> list[Tensor]:
         """Return ``inputs``, once the compute stream waits for them and for the upload of ``layer`` [2].
@@ -331,32 +449,47 @@ class Worker:
     def follow(self, event: Event) -> None:
         """Have the compute stream wait for ``event``."""
         if self.device.backward_needs_interpreter and not event.done():  # compute is the calling thread itself
-            with GivenUp(self._baton):
-                event.wait()
+            self._baton.wait_for_event(event)
         self.device.compute.wait(event)
 
     def wait_for_upload(self, slot: Slot, layer: HostLayer) -> None:
         """Have the host wait until the upload of ``layer``, which is enqueued, is over."""
         if not (end := slot.weights.uploads[layer.index].end).done():
-            with GivenUp(self._baton):
-                end.wait()
+            self._baton.wait_for_event(end)
 
     def wait_for_copies(self) -> None:
         """Have the compute stream wait for the last call's copies to the host, so that one call's take memory."""
-        before, self.copying = self.copying, []
+        before, self.in_flight.copying = self.in_flight.copying, []
         for event in before:
             self.follow(event)
 
-    def wait_for_products(self) -> None:
-        """Wait until the products of one call at most are on their way to the host: another call's take memory now.
+    def compute(
+        self, slot: Slot, layer: HostLayer, call: int, microbatch: int, kind: str, code: Callable[[], T], *,
+        keeps_baton: bool,
+    ) -> T:  # fmt: skip
+        """Run ``code`` of a layer on a core, and record when it begins and ends.
 
-        The host waits itself, as a call that is enqueued has its memory.
+        The baton is given up meanwhile, unless it ``keeps_baton``, which it does in any case where others would change
+        the process's state. While torch compiles, it saves and restores generators that others draw from.
         """
-        while len(self.carrying) > 1:
-            if not (oldest := self.carrying.popleft()).done():
-                with GivenUp(self._baton):
-                    oldest.wait()
-        self.device.drop_finished()
+        device, compute, runner = self.device, self.device.compute, self._baton.runner
+        keeps_baton = keeps_baton or layer.seen.caches_parametrizations or changes(layer.name)
+        gives_up = not keeps_baton and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
+        name = device.named(kind, "slot", slot.index, layer.name, "of", microbatch)
+        with self._baton.computing() if gives_up else NOTHING, device.acquire_core():
+            start = compute.record(timed=True)
+            runner.inside = layer.name, kind
+            try:
+                with name, compute.running():
+                    result = code()
+            finally:
+                runner.inside = None
+            end = compute.record(timed=True)
+        runner.scope.check()
+        slot.spec.recorder.add(
+            kind, device.index, start, end, microbatch, 0, (slot.index, slot.phase, call, layer.name)
+        )
+        return result
 
     def gradients_of(self, slot: Slot, call: int) -> DeviceGradSums | None:
         """Return the sums that the backward of a call adds to; None if nothing in its layer is trained."""
@@ -382,62 +515,21 @@ class Worker:
                 compute.wait(slot.weights.uploads[layer.index].end)
         self._wait_for_gradients(slot)  # a slot may close without a backward
         self.sender.send(slot, list(slot.gradients.on_worker))
-        if slot.weights.unpacks_once and self.copies.buffer is not None:
-            for layer in slot.layers:
-                self.replica(slot, layer).copies.open(None)
-            compute.poison(self.copies.buffer)
-            self.copies.last_use = compute.record()
-        with memory.lock:
-            if not pending:
-                compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
-                place.weights.last_use = compute.record()
-                memory.arena.retire(place)
+        self.copies.end_unpacking(slot)
+        if not pending:
+            compute.poison(memory.arena.bytes_of(place.weights.start, place.weights.end))
+            memory.retire(place, compute)
         self.sender.free_place(slot, memory, pending)
         memory.proceed()
         if memory is self.planned:
             self._prepare_next()
 
-    def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:
-        """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast."""
-        layer.seen.uses.otherwise([position])
-        master = layer.masters[position]
-        if layer.bucket.double_buffered and master.requires_grad:
-            name = next(name for name, parameter in layer.module.named_parameters() if parameter is master)
-            raise RoundPipeError(
-                f"layer {layer.name!r} uses its weight {name!r} otherwise than in the first batch, where autocast cast "
-                "it each time, so that it is sent cast; and with staleness=1 it may have changed since. Set "
-                "staleness=0, or let the first batch use it so, too."
-            )
-        return layer.weights.read(master).detach().to(self.device.torch_device, copy=True)
-
-    # -- what is in flight --------------------------------------------------------------------------------------------
-
-    def keep_until_computed(self, *tensors: Any) -> None:
-        """Keep tensors until what is enqueued has been computed, and limit how far the host runs ahead."""
-        flying, end = self._in_flight, self.device.compute.record()
-        if not flying and end.done():
-            return
-        flying.add(end, tensors, counted=self.lead > 0)
-        while flying and flying.oldest.done():
-            flying.land()
-        while len(flying) > IN_FLIGHT and (not self.lead or flying.nbytes > self.lead):
-            oldest = flying.oldest
-            with GivenUp(self._baton):
-                oldest.wait()
-            while flying and flying.oldest.done():
-                flying.land()
-
-    def wait_until_idle(self) -> None:
-        """Wait until nothing computes, and let go of what was computed with."""
-        self.device.compute.synchronize()
-        while self._in_flight:
-            self._in_flight.land()
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop the copies of layers, which refer to the arenas. Nothing runs."""
-        self._unbind()
-        self._replicas.clear()
-        self._in_flight = InFlight()
+        self.copies.forget()
+        self.in_flight.clear()
 
     def stop_uploads(self) -> None:
         """After a failure, drop the uploads to come. None is enqueued any more, by the optimizer's thread either."""
@@ -447,8 +539,7 @@ class Worker:
     def abandon(self) -> None:
         """Reset the worker after a failure, when its thread and the device are at rest."""
         self.tickets.clear()
-        self.room.taken, self.copying = 0, []
-        self.carrying.clear()
+        self.room.taken = 0
         for memory in (self.planned, self.spare):
             memory.arena.abandon()
             memory.last = None

@@ -10,7 +10,7 @@ do rounds: the device buffer of a later round starts from the sum so far.
 With ``reduce_dtype`` the sum of a round travels in a narrower dtype, into which it is narrowed in place. Later rounds
 then start from zero. So do rounds that run side by side, in any dtype. What arrives first stays as it has come: most
 steps have one round, and nothing more arrives. What arrives behind it lands beside it, and a host thread adds it, one
-for each worker. The sum has the gradients' own dtype from the second arrival on, or else while an update uses it.
+for each worker. The sum has the gradients' own dtype from the second arrival on.
 
     worker: detach ── narrowed ── [4]
     download beside the first ── once what landed before has been added ── [5]
@@ -35,6 +35,7 @@ from lightning_roundpipe.devices.errors import raise_kept, without_frames
 from lightning_roundpipe.devices.waiter import Waiter
 from lightning_roundpipe.memory.flat_params import ParamSlice, holders, in_a_row
 from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, NarrowGradient
 from lightning_roundpipe.planning.memory import layers_in_flight
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
@@ -198,7 +199,7 @@ class GradientPool:
     Args:
         device: any device; allocates host memory that copies asynchronously.
         limit: see above.
-        largest: bytes of the largest sum in the gradients' own dtypes: what is kept for updates of narrowed ones.
+        largest: bytes of the largest sum in the gradients' own dtypes: what is kept where narrowed ones are widened.
 
     Attributes:
         keeps: whether new blocks are kept for reuse. In the first window, whose microbatches run one after another, all
@@ -380,10 +381,10 @@ class HostGradSums:
         self.arrived: Event | None = None
         """The end of the last download, or its addition: the sum may be read or overwritten afterwards."""
         self._pool, self._reduction = pool, reduction
-        self._first: _Block | None = None
-        """What has arrived first, if it is narrowed and makes up the sum alone: `take` can begin from it again."""
         self._block: _Block | None = None
-        """The sum in the gradients' own dtypes."""
+        """The memory of the sum: of what has arrived first, as it has come; then in the gradients' own dtypes."""
+        self._slices = layout.travelling
+        """How the sum lies there."""
         self._landing: tuple[_Block, _Block | None] | None = None
         """Where the next download lands, to be added; and what has arrived first, if the sum lacks it."""
         self._there: Event | None = None
@@ -394,18 +395,13 @@ class HostGradSums:
         assert self._block is not None, "the sum has no memory"
         return self._block.flat[: self.layout.nbytes]
 
-    @property
-    def _views(self) -> list[Tensor]:
-        assert self._block is not None, "the sum has no memory"
-        return self._block.views(self.layout.segments)
-
     def make_room(self, cancel_scope: CancelScope | None = None) -> bool:
         """Before a download: take a block for it [2].
 
         Without a ``cancel_scope``, returns False, and does nothing, where this or the download would wait.
         """
         layout, pool, arrived = self.layout, self._pool, self.arrived
-        nbytes, is_first = layout.travel_nbytes, self._first is None and self._block is None
+        nbytes, is_first = layout.travel_nbytes, self._block is None
         if not (is_first or self.adds):
             return True
         full = pool.is_full if is_first else pool.is_landing
@@ -413,22 +409,18 @@ class HostGradSums:
             pool.wait(full, nbytes, cancel_scope)
         elif full(nbytes) or not (arrived is None or arrived.done()):
             return False
-        if not is_first:
-            self._landing = pool.take_landing(nbytes), self._first
-            if self._first is not None:
-                self._first, self._block = None, pool.take_wide(layout.nbytes)
-        elif layout.narrowed:
-            self._first = pool.take(nbytes)
-        else:
-            self._block = pool.take(nbytes)
+        if is_first:
+            self._block, self._slices = pool.take(nbytes), layout.travelling
+            return True
+        is_narrow = self._slices != layout.segments
+        self._landing = pool.take_landing(nbytes), self._block if is_narrow else None
+        if is_narrow:
+            self._block, self._slices = pool.take_wide(layout.nbytes), layout.segments
         return True
 
     def release(self) -> None:
         """Give the memory back, whose contents are no longer needed [3]. Idempotent."""
-        first, self._first = self._first, None
         block, self._block = self._block, None
-        if first is not None:
-            self._pool.give(first, self.arrived)
         if block is not None:
             self._pool.give(block, self.arrived, lent=self.handed_out)
 
@@ -439,9 +431,8 @@ class HostGradSums:
 
     def overwrite(self, stream: Stream, source: Tensor, present: Sequence[bool]) -> None:
         """Enqueue the download of a worker's gradients that are ``present``, in place of the sum."""
-        target = self._first or self._block
-        assert target is not None, "the sum has no memory"
-        stream.copy(target.flat[: len(source)], source)
+        assert self._block is not None, "the sum has no memory"
+        stream.copy(self._block.flat[: len(source)], source)
         self.arrived, self.present = stream.record(), list(present)
 
     def land(
@@ -494,60 +485,42 @@ class HostGradSums:
                 raise
         self._there = arrived
 
-    def take(self, factor: float) -> dict[int, Tensor]:
-        """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the block.
+    def take(self, factor: float, *, widen: bool = True) -> dict[int, AnyGradient]:
+        """Multiply the gradients by ``factor`` in place and return them by id of the master, in the sum's memory.
 
         After a hand-out, the caller owns the views. Otherwise they are cached, and the next window uses them, too.
+
+        ``widen``: whether all are tensors of the gradients' own dtypes. If not, what has arrived narrowed stays so.
         """
         if not any(self.present):
             return {}
         self.wait()
-        self._widen()
-        views = [segment.view(self.flat) for segment in self.layout.segments] if self.handed_out else self._views
-        taken = {key: view for key, view, present in zip(self.layout.keys, views, self.present, strict=True) if present}
-        if factor != 1.0:
-            for view in taken.values():
-                view.mul_(factor)
+        if widen and self._slices != self.layout.segments:
+            self._widen()
+        assert self._block is not None, "the sum has no memory"
+        slices = self._slices
+        views = [place.view(self._block.flat) for place in slices] if self.handed_out else self._block.views(slices)
+        taken: dict[int, AnyGradient] = {}
+        for key, view, own, present in zip(self.layout.keys, views, self.layout.segments, self.present, strict=True):
+            if not present:
+                continue
+            if view.dtype is not own.dtype:
+                taken[key] = NarrowGradient([view], factor, own.dtype)
+            else:
+                taken[key] = view if factor == 1.0 else view.mul_(factor)
         return taken
 
     def _widen(self) -> None:
-        """Give the sum the gradients' own dtypes, if it is what has arrived first. All of that is there."""
-        if self._first is None:
-            return
-        if self._block is None:
-            self._block = self._pool.take_wide(self.layout.nbytes)
-        narrow = self._first.views(self.layout.travelling)
-        for view, own, present in zip(narrow, self._views, self.present, strict=True):
+        """Give the sum, which is what has arrived first, the gradients' own dtypes."""
+        narrow, travelling = self._block, self._slices
+        assert narrow is not None, "the sum has no memory"
+        self._block, self._slices = self._pool.take_wide(self.layout.nbytes), self.layout.segments
+        for view, own, present in zip(
+            narrow.views(travelling), self._block.views(self._slices), self.present, strict=True
+        ):
             if present:
                 own.copy_(view)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether nothing is there but what has arrived first, narrowed."""
-        return self._first is not None and self._block is None
-
-    def take_part(self, key: int, start: int, end: int, factor: float) -> Tensor:
-        """Like `take`, for elements ``start`` to ``end`` of one gradient of a narrow sum, in memory of its own.
-
-        ``key``: the id of its master.
-        """
-        assert self._first is not None, "the sum is not narrow"
-        self.wait()
-        index = self.layout.keys.index(key)
-        narrow = self._first.views(self.layout.travelling)[index].view(-1)[start:end]
-        part = narrow.to(self.layout.segments[index].dtype, copy=True)
-        return part if factor == 1.0 else part.mul_(factor)
-
-    @property
-    def stays(self) -> bool:
-        """Whether `take` gives the same again after `forget_taken`."""
-        return not any(self.present) or (self._first is not None and not self.handed_out)
-
-    def forget_taken(self) -> None:
-        """Forget what `take` has returned, with its memory."""
-        if self._first is not None and self._block is not None:
-            block, self._block = self._block, None
-            self._pool.give(block, None)
+        self._pool.give(narrow, self.arrived)
 
     def got(self) -> list[nn.Parameter]:
         """Return the masters that got a gradient."""

@@ -1,19 +1,19 @@
-"""Calls that a worker's device has not finished, and the memory that they keep alive.
+"""How far the host runs ahead of a worker's device.
 
 A GPU computes later than the host enqueues, and a call that it has not reached holds its inputs and outputs. So the
-host may run ahead of the device by a few calls only.
+host may run ahead of the device by a few calls only, and by those whose memory the plan has room for.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_roundpipe.devices import Event
+from lightning_roundpipe.devices import Device, Event
 
 IN_FLIGHT = 2
 """Number of calls that may always be enqueued on a device and unfinished, whatever memory they hold."""
@@ -23,21 +23,66 @@ class InFlight:
     """The calls that are enqueued on a device and not finished, oldest first, with the memory that each keeps alive.
 
     Memory alone is kept, without the graphs of its tensors: these would keep what autograd has saved, and the inputs of
-    the calls that they were made by. ``nbytes`` is the size of the storages, each counted once.
+    the calls that they were made by.
+
+    Args:
+        wait: has the host wait for an event, while other threads go on.
+
+    Attributes:
+        lead: bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls.
+        nbytes: size of the storages, each counted once.
+        carrying: ends of the copies of calls' products to the host.
+        copying: those of the copies of the last call's inputs.
     """
 
-    def __init__(self) -> None:
-        self.nbytes = 0
+    def __init__(self, device: Device, wait: Callable[[Event], object]) -> None:
+        self.device, self._wait = device, wait
+        self.lead = self.nbytes = 0
+        self.carrying, self.copying = deque[Event](), list[Event]()
         self._calls: deque[tuple[Event, list[Any], list[UntypedStorage]]] = deque()
         self._holders = Counter[int]()
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    @property
-    def oldest(self) -> Event:
-        """The end of the oldest call."""
-        return self._calls[0][0]
+    def keep(self, *tensors: Any) -> None:
+        """Keep tensors until what is enqueued has been computed, and wait while the host is too far ahead."""
+        end = self.device.compute.record()
+        if not self._calls and end.done():
+            return
+        self.add(end, tensors, counted=self.lead > 0)
+        self._land_finished()
+        while len(self._calls) > IN_FLIGHT and (not self.lead or self.nbytes > self.lead):
+            self._wait(self._calls[0][0])
+            self._land_finished()
+
+    def _land_finished(self) -> None:
+        while self._calls and self._calls[0][0].done():
+            self.land()
+
+    def wait_for_products(self) -> None:
+        """Wait until the products of one call at most are on their way to the host: another call's take memory now.
+
+        The host waits itself, as a call that is enqueued has its memory.
+        """
+        while len(self.carrying) > 1:
+            if not (oldest := self.carrying.popleft()).done():
+                self._wait(oldest)
+        self.device.drop_finished()
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing computes, and let go of what was computed with."""
+        self.device.compute.synchronize()
+        while self._calls:
+            self.land()
+
+    def clear(self) -> None:
+        """Forget all calls. Nothing runs."""
+        self._calls.clear()
+        self._holders.clear()
+        self.carrying.clear()
+        self.copying.clear()
+        self.nbytes = 0
 
     def add(self, end: Event, tensors: Any, *, counted: bool) -> None:
         """Add a call with ``tensors``, in nested lists, to keep until its ``end`` and, if ``counted``, to count."""

@@ -14,7 +14,6 @@ it, and so are their scales.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -215,14 +214,15 @@ def unpack_experts(packed: Tensor, state: Any, ends: Tensor, dtype: torch.dtype)
 
 def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
     _, rows, columns = state.shape
-    begin, end = first * rows * columns, (first + count) * rows * columns
-    scales = _scales(state, begin // state.blocksize, end // state.blocksize)
-    whole = (count, rows, columns)
-    shape = shape_to_unpack(whole, state.blocksize)
+    size = state.blocksize
+    begin, end = first * rows * columns // size, (first + count) * rows * columns // size
+    # In rows of one block: on CPUs with AVX-512, bitsandbytes begins each row with a scale of its own, also where
+    # blocks run on from row to row (0.50: with rows of 96 and blocks of 64, weights get scales of others).
     unpacked: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-        packed.view(-1, 1)[begin // 2 : end // 2], scales, state.blocksize, state.quant_type, shape, dtype
-    )
-    return unpacked if unpacked.shape == whole else unpacked.view(whole)
+        packed.view(-1, 1)[begin * size // 2 : end * size // 2], _scales(state, begin, end), size, state.quant_type,
+        (end - begin, size), dtype,
+    )  # fmt: skip
+    return unpacked.view(count, rows, columns)
 
 
 def _scales(state: Any, first: int, last: int) -> Tensor:
@@ -237,12 +237,3 @@ def _scales(state: Any, first: int, last: int) -> Tensor:
     )
     offset: Tensor = state.offset
     return scales[first - outer * size :] + offset
-
-
-def shape_to_unpack(shape: Sequence[int], block: int) -> Sequence[int]:
-    """Return the shape in which bitsandbytes unpacks a weight of ``shape`` correctly, on every device.
-
-    On CPUs with AVX-512 it begins each row with a scale of its own, also where blocks run on from row to row
-    (bitsandbytes 0.50: rows of 96 in blocks of 64 get scales of other weights).
-    """
-    return shape if shape[-1] % block == 0 else (math.prod(shape),)

@@ -4,7 +4,7 @@ transformers reads a checkpoint weight by weight and gives each one that is to b
 how no more than one weight is ever held in 16 bits. The quantizers here are transformers' own with three differences:
 
 - they also pack the weights of experts, which transformers leaves in 16 bits;
-- they pack a weight in pieces, where bitsandbytes takes 14 bytes for each element on a CPU. Pieces
+- they pack a weight in pieces, where bitsandbytes takes 11 bytes for each element on a CPU. Pieces
   give the same bytes, as blocks and rows are independent of each other;
 - linear layers beside experts, which choose among them, stay as they are.
 

@@ -11,7 +11,6 @@ The modules of ``bitsandbytes`` run unchanged: each use unpacks the weight on th
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -296,28 +295,17 @@ def _is_quantized(parameter: Any) -> bool:
 
 
 def _states(module: nn.Module) -> Iterator[Any]:
-    """Yield the state objects of bitsandbytes that are attributes in ``module``, and those inside them, each once."""
+    """Yield the states of the packed weights in ``module``, and those of their quantised scales, each once."""
     seen: set[int] = set()
-    for inner in module.modules() if _PACKAGE in sys.modules else ():
-        yield from _inside(list(inner.__dict__.values()), seen)  # at once: other threads may set attributes
-        for parameter in inner._parameters.values():
-            if parameter is not None and parameter.__dict__:
-                yield from _inside(parameter.__dict__.values(), seen)
-
-
-def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    for value in values:
-        kind: Any = type(value)
-        if _may_hold(kind) and id(value) not in seen and hasattr(value, "__dict__"):
-            seen.add(id(value))
-            yield value
-            yield from _inside(list(vars(value).values()), seen)
-
-
-@functools.cache  # nearly all attributes of modules are of a few types
-def _may_hold(kind: type) -> bool:
-    """Return whether objects of this class may be states of bitsandbytes."""
-    return _is_of_bitsandbytes(kind) and not issubclass(kind, (Tensor, nn.Module, type))
+    for inner in module.modules():
+        for weight in inner._parameters.values():
+            if weight is None or not is_packed(weight):
+                continue
+            state: Any = weight.quant_state if hasattr(weight, "quant_state") else cast(Any, inner).state
+            while state is not None and id(state) not in seen:
+                seen.add(id(state))
+                yield state
+                state = getattr(state, "state2", None)
 
 
 def _is_of_bitsandbytes(kind: type) -> bool:

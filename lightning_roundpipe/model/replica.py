@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any, cast
 
@@ -39,14 +39,6 @@ from lightning_roundpipe.model.unregistered_tensors import UnregisteredTensors
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of ``module``, each once, in registration order, and then their `companions`."""
     return [*module.parameters(), *companions(module)]
-
-
-def parameter_places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield every place of a parameter (a tied one has several)."""
-    for inner in module.modules():
-        for name, parameter in inner._parameters.items():
-            if parameter is not None:
-                yield inner, name, parameter
 
 
 class Replica:
@@ -88,7 +80,8 @@ class Replica:
         for module, clone, own in zip(self.originals, self.modules, state.base, strict=True):
             self._fill(module, clone, own, memo)
         self._aliases = aliases(self.module)
-        self._places = [(inner._parameters, name, mine) for inner, name, mine in parameter_places(self.module)]
+        held = [inner._parameters for inner in self.modules]
+        self._places = [(those, name, mine) for those in held for name, mine in those.items() if mine is not None]
         self.registrations = Registrations(self.modules)
         self.attributes = ReplicaAttributes(self.modules, self._localized)
         self.unregistered_tensors = UnregisteredTensors(self.attributes.base, self.originals)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, widened
+
 
 @dataclass(frozen=True)
 class Clip:
@@ -29,9 +31,9 @@ class Clip:
 
 
 @torch.no_grad()
-def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+def norms(gradients: Sequence[AnyGradient]) -> list[Tensor]:
     """Return the norm of each gradient, a scalar tensor of the gradient's dtype."""
-    return [torch.linalg.vector_norm(gradient, 2.0) for gradient in gradients]
+    return [torch.linalg.vector_norm(widened(gradient), 2.0) for gradient in gradients]
 
 
 @torch.no_grad()
@@ -53,7 +55,7 @@ def coefficient(norms_in_parameter_order: Sequence[Tensor], clip: Clip) -> Tenso
 
 
 @torch.no_grad()
-def scale(gradients: Sequence[Tensor], coefficient: Tensor) -> None:
+def scale(gradients: Sequence[AnyGradient], coefficient: Tensor) -> None:
     """Multiply each gradient by ``coefficient``, in place."""
     if coefficient.item() == 1.0:
         return  # the same bits, without reading and writing all gradients
@@ -62,7 +64,7 @@ def scale(gradients: Sequence[Tensor], coefficient: Tensor) -> None:
 
 
 @torch.no_grad()
-def clamp(gradients: Sequence[Tensor], clip: Clip) -> None:
+def clamp(gradients: Sequence[AnyGradient], clip: Clip) -> None:
     """Clip each element of the gradients by its value, in place."""
     assert clip.kind == "value"
     value = float(clip.value)

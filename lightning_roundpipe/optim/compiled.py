@@ -1,8 +1,8 @@
 """Runs `packing.c`, which the machine's C compiler compiles.
 
-Conversions take 25 to 40 % of the time of torch's operations. A step of Adam on split weights or packed moments is one
-pass over memory. It has the bits of torch's fused kernel wherever that one uses fused multiply-add, as on all x86
-machines with AVX2, and whole vectors.
+Conversions take 25 to 40 % of the time of torch's operations. A step of Adam on split weights or packed moments, or
+from narrow gradients, is one pass over memory. It has the bits of torch's fused kernel wherever that one uses fused
+multiply-add, as on all x86 machines with AVX2, and whole vectors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ Place = tuple[Tensor, int]
 """A contiguous tensor, and the index of the first element that is meant."""
 _SOURCE = Path(__file__).with_name("packing.c")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
-_FORMS = {"fp32": -1, "halves": 0, "bf16": 1, "int8": 2}
+_FORMS = {"fp32": -1, "halves": 0, "bf16": 1, "int8": 2, "fp16": 3}
 """The numbers of forms in `packing.c`."""
 
 
@@ -35,7 +35,7 @@ class Kept(ctypes.Structure):
     """``struct kept`` of `packing.c`: an array of numbers in one of its forms. It does not own the memory.
 
     Args:
-        form: one of `_FORMS`. `load` and `store` take no ``"fp32"``.
+        form: one of `_FORMS`. `convert` takes no ``"fp32"``, and stores no ``"fp16"``.
         packed, beside: where the numbers are, as `packing.c` says.
         place: the place of the first number in the sequence of noise, of ``"bf16"``.
         values, nearest: the tables of ``"int8"``, which outlive this.
@@ -64,29 +64,45 @@ class _Factors(ctypes.Structure):
     )
 
 
-def load(kept: Kept, numbers: Tensor) -> bool:
-    """Write what is kept to ``numbers``, fp32. Returns False if there is no compiler, and nothing was done."""
+class Gradient(ctypes.Structure):
+    """``struct gradient`` of `packing.c`. It does not own the memory of its ``parts``."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("parts", ctypes.POINTER(Kept)),
+        ("factor", ctypes.c_float),
+        ("scales", ctypes.c_float * 2),
+        ("bound", ctypes.c_float),
+    )
+
+    def __init__(
+        self, parts: Sequence[Kept], *, factor: float = 1.0, scales: Sequence[float] = (), bound: float = math.inf
+    ) -> None:
+        first, second = [*scales, 1.0, 1.0][:2]
+        super().__init__(len(parts), (Kept * len(parts))(*parts), factor, (first, second), bound)
+        assert len(scales) <= 2, "a loss scale and a factor of clipping"
+
+
+def convert(kept: Kept, numbers: Tensor, *, stores: bool = False) -> bool:
+    """Write what is kept to ``numbers``, fp32, or keep them if ``stores``. Returns whether there is a compiler for it.
+
+    If not, nothing was done.
+    """
     if (library := _compiled()) is None:
         return False
-    library.load(torch.get_num_threads(), ctypes.byref(kept), *_span(numbers))
+    length, address = ctypes.c_int64(numbers.numel()), ctypes.c_void_p(_address((numbers, 0)))
+    library.convert(torch.get_num_threads(), ctypes.byref(kept), length, address, int(stores))
     return True
 
 
-def store(kept: Kept, numbers: Tensor) -> bool:
-    """Keep ``numbers``, fp32. Returns False if there is no compiler, and nothing was done."""
-    if (library := _compiled()) is None:
-        return False
-    library.store(torch.get_num_threads(), ctypes.byref(kept), *_span(numbers))
-    return True
-
-
-def adam(group: Mapping[str, Any], count: int, gradient: Tensor, kept: tuple[Kept, Kept, Kept]) -> bool:
+def adam(group: Mapping[str, Any], count: int, length: int, gradient: Gradient, kept: tuple[Kept, Kept, Kept]) -> bool:
     """Step weights by Adam or AdamW.
 
     Args:
         group: the hyperparameters, without ``amsgrad``.
         count: the number of the step, from 1.
-        gradient: fp32 and 1-D.
+        length: the number of weights.
+        gradient: their gradient.
         kept: the weights, and the averages of gradients and of their squares.
 
     Returns:
@@ -107,13 +123,14 @@ def adam(group: Mapping[str, Any], count: int, gradient: Tensor, kept: tuple[Kep
         correction2=math.sqrt(1 - beta2**count),
         eps=group["eps"],
     )
-    length, address = _span(gradient)
-    library.adam(torch.get_num_threads(), ctypes.byref(factors), length, address, (Kept * 3)(*kept))
+    arguments = ctypes.byref(factors), ctypes.c_int64(length), ctypes.byref(gradient), (Kept * 3)(*kept)
+    library.adam(torch.get_num_threads(), *arguments)
     return True
 
 
-def _span(numbers: Tensor) -> tuple[ctypes.c_int64, ctypes.c_void_p]:
-    return ctypes.c_int64(numbers.numel()), ctypes.c_void_p(_address((numbers, 0)))
+def is_there() -> bool:
+    """Return whether there is a compiler."""
+    return _compiled() is not None
 
 
 def _address(place: Place | None) -> int | None:
@@ -137,8 +154,8 @@ def _compiled() -> ctypes.CDLL | None:
             except OSError as error:
                 failures.append(f"{compiler} failed: {error}")
     warn(
-        "roundpipe: torch packs the weights and moments of the optimizer, which takes three to six times as long as "
-        f"compiled code: {failures[-1]}. Install gcc, or set CC to a C compiler with OpenMP."
+        "roundpipe: torch packs the weights and moments of the optimizer, and widens its gradients, which takes three "
+        f"to six times as long as in compiled code: {failures[-1]}. Install gcc, or set CC to a C compiler with OpenMP."
     )
     return None
 

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.optim.compiled import Kept, adam
+from lightning_roundpipe.optim import compiled
+from lightning_roundpipe.optim.compiled import Gradient, Kept
 from lightning_roundpipe.optim.fused import DTYPES, lies_plain
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, NarrowGradient
 from lightning_roundpipe.optim.packed_moments import MOMENTS, Moment, moment_of
-from lightning_roundpipe.optim.split_masters import SplitTensor, piece, scratch
+from lightning_roundpipe.optim.split_masters import SplitTensor, pieces, scratch
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -76,18 +78,31 @@ def row_of(
     return KernelRow((number, dtype), parameter, shape, count, tuple(averages))  # type: ignore[arg-type]
 
 
-def step(groups: tuple[Mapping[str, Any], ...], rows: Sequence[KernelRow | None], gradients: Iterable[Tensor]) -> bool:
+def takes(groups: tuple[Mapping[str, Any], ...], row: KernelRow | None, gradient: AnyGradient) -> bool:
+    """Return whether `step` may be called with a gradient of the parameter of ``row``: not with every narrow one."""
+    if isinstance(gradient, Tensor):
+        return True
+    if row is None or row.kind[1] is not torch.float32 or groups[row.kind[0]]["amsgrad"]:
+        return False
+    return gradient.shape == row.shape and gradient.parts[0].is_contiguous() and compiled.is_there()
+
+
+def step(
+    groups: tuple[Mapping[str, Any], ...], rows: Sequence[KernelRow | None], gradients: Iterable[AnyGradient]
+) -> bool:
     """Step the parameters of ``rows`` if the kernel can take all rows and ``gradients``; otherwise step none.
+
+    `takes` is true of all rows and their gradients.
 
     Returns:
         Whether the parameters were stepped.
     """
     kinds: dict[tuple[int, torch.dtype], list[tuple[Any, ...]]] = {}
-    in_pieces: list[tuple[KernelRow, Tensor]] = []
+    in_pieces: list[tuple[KernelRow, AnyGradient]] = []
     for row, gradient in zip(rows, gradients, strict=True):
-        if row is None or not _fit(gradient, row.kind[1], row.shape):
+        if row is None or (isinstance(gradient, Tensor) and not _fit(gradient, row.kind[1], row.shape)):
             return False
-        if row.is_packed:
+        if isinstance(gradient, NarrowGradient) or row.is_packed:
             in_pieces.append((row, gradient))
         else:
             kinds.setdefault(row.kind, []).append((gradient, row.parameter, row.steps, *row.averages))
@@ -96,41 +111,29 @@ def step(groups: tuple[Mapping[str, Any], ...], rows: Sequence[KernelRow | None]
         torch._foreach_add_(counts, _ONE, alpha=1.0)  # a Python number would become a tensor per counter
         _call(groups[number], gradients_, parameters, counts, *averages)
     for row, gradient in in_pieces:
-        step_part(groups, row, gradient, 0, gradient.numel())
+        _step_alone(groups[row.kind[0]], row, gradient)
     return True
 
 
-def step_part(groups: tuple[Mapping[str, Any], ...], row: KernelRow, gradient: Tensor, start: int, end: int) -> None:
-    """Step elements ``start`` to ``end`` of a parameter. The part with the last element increases the step counter.
-
-    Args:
-        groups: the hyperparameters of all groups.
-        row: the parameter's row.
-        gradient: the gradient of these elements.
-        start: the first element.
-        end: one past the last element.
-    """
-    group, count = groups[row.kind[0]], row.steps + _ONE
+def _step_alone(group: Mapping[str, Any], row: KernelRow, gradient: AnyGradient) -> None:
+    """Step one parameter in compiled code, or in pieces that are unpacked for torch's kernel."""
+    row.steps.add_(_ONE)
+    count, length = int(row.steps), row.shape.numel()
+    if not group["amsgrad"]:
+        kept = Gradient([Kept("fp32", (gradient, 0))]) if isinstance(gradient, Tensor) else gradient.kept()
+        weights, averages, squares = (_kept(own, count) for own in (row.parameter, *row.averages))
+        if compiled.adam(group, count, length, kept, (weights, averages, squares)):
+            return
+    assert isinstance(gradient, Tensor), "only compiled code takes narrow gradients"
     flat = gradient.view(-1)
-    if not (row.is_packed and not group["amsgrad"] and _step_packed(group, row, flat, start, int(count))):
-        length = piece() if row.is_packed else max(end - start, 1)
-        for first in range(start, end, length):
-            last = min(first + length, end)
-            _step_piece(group, row, flat[first - start : last - start], first, count)
-    if end == row.shape.numel():
-        row.steps.copy_(count)
+    for first, last in pieces(length):
+        _step_piece(group, row, flat[first:last], first, row.steps)
 
 
-def _step_packed(group: Mapping[str, Any], row: KernelRow, gradient: Tensor, first: int, count: int) -> bool:
-    """Step the elements from ``first`` on in compiled code. Returns False if there is none, and nothing was done."""
-    weights, averages, squares = (_kept(own, first, count) for own in (row.parameter, *row.averages))
-    return adam(group, count, gradient, (weights, averages, squares))
-
-
-def _kept(own: Tensor | SplitTensor | Moment, first: int, count: int) -> Kept:
+def _kept(own: Tensor | SplitTensor | Moment, count: int) -> Kept:
     if isinstance(own, Tensor):
-        return Kept("fp32", (own, first))
-    return own.kept(first) if isinstance(own, SplitTensor) else own.kept(first, count)
+        return Kept("fp32", (own, 0))
+    return own.kept(0) if isinstance(own, SplitTensor) else own.kept(0, count)
 
 
 def _step_piece(group: Mapping[str, Any], row: KernelRow, gradient: Tensor, first: int, count: Tensor) -> None:

@@ -79,12 +79,12 @@ class Bf16Moment(NamedTuple):
         return (first + _STRIDE * (step + 7 * self.which)) % _TAKEN
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        if not compiled.load(self.kept(first, 0), out):
+        if not compiled.convert(self.kept(first, 0), out):
             out.copy_(self.packed.view(-1)[first:last])
         return out
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
-        if not compiled.store(self.kept(first, step), numbers):
+        if not compiled.convert(self.kept(first, step), numbers, stores=True):
             start = self._noisy(first, step)
             numbers.view(torch.int32).add_(_noise(piece())[start : start + last - first]).bitwise_and_(_KEPT)
             self.packed.view(-1)[first:last].copy_(numbers)
@@ -112,7 +112,7 @@ class Int8Moment(NamedTuple):
         return Kept("int8", (self.codes, first), (self.largest, first // BLOCK), values=values, nearest=nearest)
 
     def load(self, first: int, last: int, out: Tensor) -> Tensor:
-        if compiled.load(self.kept(first, 0), out):
+        if compiled.convert(self.kept(first, 0), out):
             return out
         values, _ = _tables(self.signed)
         torch.index_select(values, 0, self.codes.view(-1)[first:last].int(), out=out)
@@ -123,7 +123,7 @@ class Int8Moment(NamedTuple):
         return out
 
     def store(self, first: int, last: int, numbers: Tensor, step: int) -> None:
-        if compiled.store(self.kept(first, step), numbers):
+        if compiled.convert(self.kept(first, step), numbers, stores=True):
             return
         _, nearest = _tables(self.signed)
         whole = (last - first) // BLOCK * BLOCK

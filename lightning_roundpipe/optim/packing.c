@@ -1,7 +1,8 @@
 /* Steps and conversions of numbers that are kept in fewer bytes than fp32, in one pass over memory.
 
-   Conversions give the bits that the torch operations in split_masters.py and packed_moments.py give, which do the same
-   where there is no compiler. Numbers are their bits, except for int8's product and quotient and the step itself.
+   Conversions give the bits that the torch operations in split_masters.py, packed_moments.py and narrow_gradient.py
+   give, which do the same where there is no compiler. Numbers are their bits, except for int8's product and quotient,
+   gradients and the step itself.
    Threads are those of the OpenMP that torch has loaded. */
 
 #include <math.h>
@@ -79,6 +80,16 @@ static void store_bf16(const struct kept *kept, int64_t start, int64_t count, ui
         packed[i] = (numbers[i] + noise(place + (uint32_t)i)) >> 16;
 }
 
+static void load_fp16(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
+    const uint16_t *restrict packed = (const uint16_t *)kept->packed + start;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t magnitude = packed[i] & 0x7fff, wide = (magnitude << 13) + (112 << 23);
+        wide = magnitude < 0x400 ? as_bits((float)(int32_t)magnitude * 0x1p-24f) : wide;
+        wide = magnitude >= 0x7c00 ? wide + (112 << 23) : wide; /* infinity, NaN */
+        numbers[i] = wide | (uint32_t)(packed[i] & 0x8000) << 16;
+    }
+}
+
 /* `packed`: codes; `beside`: the largest magnitude of each block; `values`: of each code; `nearest`: the code of each
    bf16 number. `start` is a multiple of a block. */
 static void load_int8(const struct kept *kept, int64_t start, int64_t count, uint32_t *restrict numbers) {
@@ -115,7 +126,7 @@ static void store_int8(const struct kept *kept, int64_t start, int64_t count, ui
 typedef void conversion(const struct kept *, int64_t, int64_t, uint32_t *);
 static const struct {
     conversion *load, *store;
-} FORMS[] = {{load_halves, store_halves}, {load_bf16, store_bf16}, {load_int8, store_int8}};
+} FORMS[] = {{load_halves, store_halves}, {load_bf16, store_bf16}, {load_int8, store_int8}, {load_fp16, NULL}};
 
 /* The calling thread's share of `length` numbers, in whole blocks. */
 static int64_t share(int64_t length, int64_t *start) {
@@ -124,7 +135,8 @@ static int64_t share(int64_t length, int64_t *start) {
     return length - *start < size ? length - *start : size;
 }
 
-static void convert(int threads, const struct kept *kept, int64_t length, uint32_t *numbers, int stores) {
+/* Write what is kept to `numbers`, or keep these if `stores`. */
+void convert(int threads, const struct kept *kept, int64_t length, uint32_t *numbers, int stores) {
 #pragma omp parallel num_threads(threads) if (length > GRAIN)
     {
         int64_t start, count = share(length, &start);
@@ -133,12 +145,32 @@ static void convert(int threads, const struct kept *kept, int64_t length, uint32
     }
 }
 
-void load(int threads, const struct kept *kept, int64_t length, uint32_t *numbers) {
-    convert(threads, kept, length, numbers, 0);
-}
+/* A gradient: the sum of `count` arrays, each of which is multiplied by `factor`. The sum is multiplied by both
+   `scales`, and clipped to `bound`. fp32 numbers are one array, and the gradient as they are. */
+struct gradient {
+    int64_t count;
+    const struct kept *parts;
+    float factor, scales[2], bound;
+};
 
-void store(int threads, const struct kept *kept, int64_t length, uint32_t *numbers) {
-    convert(threads, kept, length, numbers, 1);
+static const float *load_gradient(const struct gradient *of, int64_t first, int64_t count, float *restrict sum) {
+    if (of->parts->kind == FP32)
+        return (const float *)of->parts->packed + first;
+    struct gradient g = *of;
+    for (int64_t i = 0; i < count; i++)
+        sum[i] = -0.0f; /* what changes no number that is added to it */
+    for (int64_t part = 0; part < g.count; part++) {
+        uint32_t numbers[BLOCK];
+        FORMS[g.parts[part].kind].load(&g.parts[part], first, count, numbers);
+        for (int64_t i = 0; i < count; i++)
+            sum[i] += as_float(numbers[i]) * g.factor;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        float number = sum[i] * g.scales[0] * g.scales[1];
+        number = number > g.bound ? g.bound : number;
+        sum[i] = number < -g.bound ? -g.bound : number;
+    }
+    return sum;
 }
 
 /* Factors of a step of Adam, as torch's fused kernel computes and uses them. `decay`: what weights are multiplied by;
@@ -165,11 +197,13 @@ static void adam_block(const struct adam *by, int64_t count, const float *restri
 
 /* A step of Adam. `kept`: weights, averages and averages of squares. Blocks are unpacked one at a time: larger pieces
    defeat the hardware prefetcher. fp32 numbers are stepped in place. */
-void adam(int threads, const struct adam *by, int64_t length, const float *gradient, const struct kept kept[3]) {
+void adam(int threads, const struct adam *by, int64_t length, const struct gradient *gradient,
+          const struct kept kept[3]) {
 #pragma omp parallel num_threads(threads) if (length > GRAIN)
     {
         int64_t start, count = share(length, &start);
         uint32_t unpacked[3][BLOCK] __attribute__((aligned(64)));
+        float sum[BLOCK] __attribute__((aligned(64)));
         for (int64_t first = start; first < start + count; first += BLOCK) {
             int64_t size = start + count - first < BLOCK ? start + count - first : BLOCK;
             uint32_t *numbers[3];
@@ -178,7 +212,8 @@ void adam(int threads, const struct adam *by, int64_t length, const float *gradi
                 if (kept[i].kind != FP32)
                     FORMS[kept[i].kind].load(&kept[i], first, size, numbers[i]);
             }
-            adam_block(by, size, gradient + first, (float *)numbers[0], (float *)numbers[1], (float *)numbers[2]);
+            const float *numbers_of_gradient = load_gradient(gradient, first, size, sum);
+            adam_block(by, size, numbers_of_gradient, (float *)numbers[0], (float *)numbers[1], (float *)numbers[2]);
             for (int i = 0; i < 3; i++)
                 if (kept[i].kind != FP32)
                     FORMS[kept[i].kind].store(&kept[i], first, size, numbers[i]);

@@ -32,6 +32,7 @@ from lightning_roundpipe.optim import direct
 from lightning_roundpipe.optim.fused import fits
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import DECLARATION, KNOWN, unwrapped
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, all_widened
 from lightning_roundpipe.optim.packed_moments import FP32, first_state, pack, unpacked
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
@@ -114,7 +115,7 @@ class PartialOptimizer:
         finally:
             self._laid_out = None  # or it would keep memory alive that the user has replaced
 
-    def step(self, hyperparameters: Hyperparameters, gradients: Mapping[int, Tensor]) -> None:
+    def step(self, hyperparameters: Hyperparameters, gradients: Mapping[int, AnyGradient]) -> None:
         """Step exactly the masters that have a gradient. ``gradients`` is by id of the master; other ids are ignored.
 
         A master without a gradient, or in no group, stays as it is and gets no state. Two steps of one optimizer must
@@ -124,13 +125,15 @@ class PartialOptimizer:
         rows = self._laid_out[1] if self._laid_out is not None and prepared else {}
         self._copy_state(self._mapped & gradients.keys())
         rows |= self._lay_out(hyperparameters, [key for key in gradients if key not in rows], begin=True)
-        mine = list(map(rows.get, gradients))
-        if direct.step(hyperparameters.groups, mine, gradients.values()):
+        mine, values = list(map(rows.get, gradients)), hyperparameters.groups
+        if not all(direct.takes(values, rows.get(key), gradient) for key, gradient in gradients.items()):
+            gradients = all_widened(gradients)
+        if direct.step(values, mine, gradients.values()):
             return
-        known = hyperparameters.group_of
+        known, wide = hyperparameters.group_of, all_widened(gradients)
         masters = [self._masters[key] for key in gradients if key in self._masters and key in known]
         if self._places:
-            masters = self._step_elsewhere(hyperparameters, masters, gradients)
+            masters = self._step_elsewhere(hyperparameters, masters, wide)
         if not masters:
             return
         numbers = [self._memory(master) for master in masters]
@@ -151,7 +154,7 @@ class PartialOptimizer:
         state.update((alias, own) for alias, own in zip(aliases, before, strict=True) if own is not None)  # [2]
         try:
             for master, alias in zip(masters, aliases, strict=True):
-                alias.grad = gradients[id(master)]
+                alias.grad = wide[id(master)]
             self._run(self._groups(hyperparameters, masters, aliases, before), state)
             for memory, alias in zip(numbers, aliases, strict=True):
                 if isinstance(memory, SplitTensor):
@@ -239,22 +242,6 @@ class PartialOptimizer:
                 "optimizer_device='worker' brings tensors and numbers of an optimizer's state to workers and back, "
                 f"and {cls} keeps a {type(value).__name__} in state[p][{name!r}]. Set optimizer_device='cpu'."
             )
-
-    def steps_parts(self, hyperparameters: Hyperparameters, keys: Sequence[int]) -> bool:
-        """Return, within `prepared`, whether `step_part` can step all masters of ``keys``, which have gradients."""
-        if self._laid_out is None or self._laid_out[0] is not hyperparameters:
-            return False
-        rows = self._laid_out[1]
-        rows |= self._lay_out(hyperparameters, [key for key in keys if key not in rows], begin=True)
-        return all(key in rows for key in keys)
-
-    def step_part(self, hyperparameters: Hyperparameters, key: int, gradient: Tensor, start: int, end: int) -> None:
-        """Step elements ``start`` to ``end`` of one master. Call it part by part, the last part last.
-
-        Parts that begin at multiples of a cache line change no bit.
-        """
-        assert self._laid_out is not None
-        direct.step_part(hyperparameters.groups, self._laid_out[1][key], gradient, start, end)
 
     def release(self) -> None:
         """Release the masters' memory until the next step."""

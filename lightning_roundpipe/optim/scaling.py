@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
+
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, widened
 
 
 class LossScale:
@@ -41,7 +42,7 @@ class LossScale:
 
 
 @torch.no_grad()
-def unscale(gradients: Iterable[Tensor], scale: float) -> bool:
+def unscale(gradients: Iterable[AnyGradient], scale: float) -> bool:
     """Divide each gradient by ``scale``, in place.
 
     Returns:
@@ -58,5 +59,8 @@ def unscale(gradients: Iterable[Tensor], scale: float) -> bool:
                 "precision='16-mixed' trains fp32 weights, and the optimizer has some in float16: build the model "
                 "in float32, or set precision='16-true', which keeps fp32 masters of them."
             )
-        torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, inverse)
+        wide = widened(gradient)
+        torch._amp_foreach_non_finite_check_and_unscale_([wide], found, inverse)
+        if wide is not gradient:
+            gradient.mul_(inverse)
     return not found.item()

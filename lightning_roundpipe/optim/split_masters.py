@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.optim.compiled import Kept, load, store
+from lightning_roundpipe.optim.compiled import Kept, convert
 
 PIECE = 2**18
 """Numbers that a thread of torch converts at a time: few enough to stay in caches, and many beside a call's cost."""
@@ -65,14 +65,14 @@ class SplitTensor(NamedTuple):
 
     def join(self, start: int, end: int, out: Tensor) -> Tensor:
         """Write numbers ``start`` to ``end`` to ``out``, fp32, and return it."""
-        if not load(self.kept(start), out):
+        if not convert(self.kept(start), out):
             low = scratch(-1, end - start).view(torch.int32).copy_(self.low[start:end])
             out.copy_(self.high[start:end]).view(torch.int32).add_(low)  # of one dtype, or torch adds number by number
         return out
 
     def split(self, start: int, end: int, numbers: Tensor) -> None:
         """Keep the fp32 ``numbers`` as numbers ``start`` to ``end``."""
-        if store(self.kept(start), numbers):
+        if convert(self.kept(start), numbers, stores=True):
             return
         rounded = scratch(-1, end - start)
         high = self.high[start:end]

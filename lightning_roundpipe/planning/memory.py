@@ -128,8 +128,6 @@ def size_text(nbytes: int) -> str:
     return f"{tenths / 10:g}{name}" if tenths < 100 else f"{-(-nbytes // unit)}{name}"
 
 
-WIDENED_BYTES = 2**26
-"""Bytes of fp32 that an update widens narrowed gradients to at once; those of up to twice as many are widened whole."""
 MASTER_BYTES = 4
 """Bytes of an element of master weights and gradients, which are fp32."""
 
@@ -493,7 +491,7 @@ def _gradient_items(
     when = " of the first window" if first_window else " in flight" if by_layer else ""
     held = min(own, in_flight) if by_layer else sum(sizes) if stays else own
     largest_sum = max((call.gradient_bytes for call in trains), default=0)
-    used = (min(largest_sum, 2 * WIDENED_BYTES) if parameters.by_layer else largest_sum) if stays else 0
+    used = largest_sum if stays and not parameters.by_layer else 0
     return [
         Item(f"gradients{when}, {'as they travel' if stays else 'fp32'}", held, locked=stays or not narrow),
         Item("gradients that an update uses, fp32", used),

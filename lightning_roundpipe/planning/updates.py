@@ -18,13 +18,11 @@ def adamw_bytes(
     Args:
         moments: form of the moments, one of `config.OPTIMIZER_STATES`.
         copy_bytes: bytes of the working copy, which is written, too; 0: there is none, or the weight contains it.
-        reduced_bytes: bytes of a gradient as it travels, if it is widened on the host; None: it travels as it is.
-        scales: whether the gradient is multiplied first, as clipping by norm does.
+        reduced_bytes: bytes of a gradient that travels narrowed, and is read so; None: it travels as it is.
+        scales: whether the gradient is multiplied first, as clipping by norm does. A narrow one is when it is read.
     """
-    traffic = 2 * 4 + 4 + 2 * 2 * OPTIMIZER_STATES[moments] + copy_bytes
-    if reduced_bytes is not None:
-        traffic += reduced_bytes + 4
-    return traffic + (2 * 4 if scales else 0)
+    gradient = (3 * 4 if scales else 4) if reduced_bytes is None else reduced_bytes
+    return 2 * 4 + gradient + 2 * 2 * OPTIMIZER_STATES[moments] + copy_bytes
 
 
 @dataclass(frozen=True)

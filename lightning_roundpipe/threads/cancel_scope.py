@@ -23,7 +23,8 @@ class Cancelled(BaseException):
 class CancelScope:
     """The first error of a step, and the waiters that it wakes.
 
-    ``on_failure``: called once, in the failing thread, to wake threads that wait for a device.
+    Attributes:
+        on_failure: called once, in the failing thread, to wake threads that wait for a device.
     """
 
     def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
@@ -34,7 +35,7 @@ class CancelScope:
         """Counter that grows with each wait that ends; the watchdog observes it."""
         self._lock = threading.Lock()
         self._waiters: set[Waiter] = set()
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._before: CancelScope | None = None
         self._after: CancelScope | None = None
 
@@ -52,7 +53,7 @@ class CancelScope:
 
     def end(self) -> None:
         """End the scope with its step: drop all references to the step and its neighbours."""
-        self._on_failure = lambda: None
+        self.on_failure = lambda: None
         self._before = self._after = None
 
     @property
@@ -76,7 +77,7 @@ class CancelScope:
             waiters, after = self._waiters.copy(), self._after
         for waiter in waiters:
             waiter.wake()
-        self._on_failure()
+        self.on_failure()
         if after is not None:
             after.fail(error)
 

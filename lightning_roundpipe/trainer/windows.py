@@ -103,8 +103,9 @@ class Window:
 
     def run(self, engine: Engine, seed: tuple[int, ...], *, zero_grad: bool) -> None:
         """Run all microbatches [1]."""
+        hints, options = engine.context.hints, engine.context.options
         if self._serial and self._accumulated > 1:
-            engine.hints.say("one", f"the batches of a window run one at a time, on one device: {self._serial}.")
+            hints.say("one", f"the batches of a window run one at a time, on one device: {self._serial}.")
         stopping, epoch = self._trainer.should_stop, self._trainer.fit_loop.epoch_loop
         functions = [functools.partial(self._step, m) for m in range(len(self._functions))]
         before, epoch.batch_progress = epoch.batch_progress, self._progress  # type: ignore[assignment]
@@ -115,11 +116,11 @@ class Window:
             epoch.batch_progress = before
         self._trainer.should_stop = stopping
         workers = len(engine.context.pool.workers)
-        asked = engine.context.options.num_microbatches or 1
+        asked = options.num_microbatches or 1
         if self._begins_epoch and len(self._all[0]) < asked:
-            engine.hints.of_few_samples(asked, len(self._all[0]))
+            hints.of_few_samples(asked, len(self._all[0]))
         elif len(functions) == self._accumulated == 1 < workers:  # not a short window, nor a closure's second call
-            engine.hints.of_one_microbatch(workers)
+            hints.of_one_microbatch(workers)
         self._functions = []
         losses: dict[int, tuple[Tensor, bool]] = {}
         for batch, microbatches in enumerate(self._all):

@@ -3,10 +3,10 @@
     bucket by bucket as they become ready, of several the first in forward order:
         take the gradients from host memory ── add what earlier windows have accumulated ── [1]
         with clipping by norm or loss scaling: wait for all buckets, as all norms, or whether all gradients are finite,
-        must be known before any bucket is stepped; then step all or none, in forward order. Gradients that came
-        narrowed are widened twice, instead of being kept wide meanwhile ── [2]
+        must be known before any bucket is stepped; then step all or none, in forward order ── [2]
         step ── give the gradients' memory back ── publish the version ── [3]
-        a large bucket whose gradients came narrowed is stepped part by part, so that only a part is wide ── [4]
+
+Gradients that came narrowed stay so (`NarrowGradient`), but for those that hooks or other machines get.
 
 With staleness 1 a step computes with working copies of the masters. An update is published once the next step has made
 its last upload of the bucket. That is long before that step's gradients of the bucket are ready; published only then,
@@ -23,10 +23,11 @@ from __future__ import annotations
 import functools
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,12 +37,15 @@ from lightning_roundpipe.memory.loss_scale import Scales
 from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, all_widened
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
-from lightning_roundpipe.planning.memory import WIDENED_BYTES
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.window_gradients import WindowGradients
+
+Gathered: TypeAlias = dict[ParamBucket, Mapping[int, AnyGradient]]
+Value = TypeVar("Value")
 
 PIECE = 16_000_000
 """Parameters to step in one call at most, if several buckets are ready. A call costs 0.1 ms of Python with Adam, and
@@ -73,7 +77,7 @@ class OptimizerStep:
     outside: AbstractSet[int]
     keeps: bool
 
-    def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+    def held(self, gradients: Mapping[int, Value]) -> dict[int, Value]:
         """Return the ``gradients`` of the optimizer's parameters, in its order: only they are clipped."""
         return {key: gradients[key] for key in self.hyperparameters.group_of if key in gradients}
 
@@ -97,7 +101,6 @@ class BucketStepper:
     ) -> None:  # fmt: skip
         self._buckets, self._pool, self._gradients = buckets, pool, gradients
         self._staleness, self._scales, self._exchange = staleness, scales, exchange
-        self._nbytes = {bucket: sum(master.nbytes for master in bucket.masters) for bucket in buckets}
         self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
         self.applying = False
         self.applied: dict[int, float] = {}
@@ -108,7 +111,7 @@ class BucketStepper:
             window.weigh()
         for buckets in self._as_they_come(window, lambda bucket: None):
             for bucket in buckets:
-                self._gradients.accumulated[bucket].add(window.take(bucket))
+                self._gradients.accumulated[bucket].add(all_widened(window.take(bucket, widen=True)))
                 window.release(bucket)
         window.release()
 
@@ -178,33 +181,33 @@ class BucketStepper:
             bucket.refresh(trained_only=True)
             bucket.publish(step.number - 1)
 
-    def _gathered(self, step: OptimizerStep) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+    def _gathered(self, step: OptimizerStep) -> Iterator[Gathered]:
         """Yield the gradients of buckets as they become ready; with several machines, their sums as they arrive."""
         if self._exchange is None:
             for buckets in self._as_they_come(step.window, functools.partial(self._uploaded, step)):
                 yield {bucket: self._gather(bucket, step) for bucket in buckets}
             return
         for bucket, gradients in self._summed(self._exchange, step):
-            self._use(step, bucket, gradients)
+            if step.keeps:
+                self._gradients.use(bucket, gradients)
             yield {bucket: gradients}
 
     def _summed(
         self, exchange: GradientExchange, step: OptimizerStep
     ) -> Iterator[tuple[ParamBucket, dict[int, Tensor]]]:
         for bucket in self._in_order(exchange, step):
-            yield from exchange.add(bucket, self._gather(bucket, step))
+            yield from exchange.add(bucket, all_widened(self._gather(bucket, step)))
         yield from exchange.rest()
 
-    def _gather(self, bucket: ParamBucket, step: OptimizerStep) -> dict[int, Tensor]:
+    def _gather(self, bucket: ParamBucket, step: OptimizerStep) -> Mapping[int, AnyGradient]:
         """Return the bucket's gradients, summed over all windows since the last step [1]."""
-        last = step.window.take(bucket) if step.window is not None else {}
-        gathered = self._gradients.accumulated[bucket].with_last(last, step.outside)
-        self._use(step, bucket, gathered)
+        accumulated, keeps = self._gradients.accumulated[bucket], step.keeps
+        widen = keeps or self._exchange is not None or bool(accumulated.present())
+        last = step.window.take(bucket, widen=widen) if step.window is not None else {}
+        gathered = accumulated.with_last(last, step.outside)
+        if keeps:
+            self._gradients.use(bucket, all_widened(gathered))
         return gathered
-
-    def _use(self, step: OptimizerStep, bucket: ParamBucket, gradients: dict[int, Tensor]) -> None:
-        if step.keeps:
-            self._gradients.use(bucket, gradients)
 
     def _step(self, step: OptimizerStep) -> None:
         self.applying = False
@@ -217,24 +220,23 @@ class BucketStepper:
         else:
             with self._draining(step):
                 for buckets in self._as_they_come(step.window, functools.partial(self._uploaded, step)):
-                    if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
-                        self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
+                    self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
         self._publish_weights(step, wait=True)
 
     def _step_at_once(self, step: OptimizerStep, clip: Clip | None) -> None:
         """Step all buckets, or none if gradients are not finite, once all gradients are there [2]."""
         scaled = self._scales.scale is not None
-        gathered: dict[ParamBucket, dict[int, Tensor] | None] = {}
+        gathered: Gathered = {}
         measured: dict[int, Tensor] = {}
         finite = True
-        for bucket, gradients in (pair for mine in self._gathered(step) for pair in mine.items()):
-            held = step.held(gradients)
-            if scaled:
-                finite &= unscale(held.values(), step.scale)
-            lengths = norms(list(held.values())) if clip is not None else [torch.zeros(())] * len(held)
-            measured.update(zip(held, lengths, strict=True))
-            del held
-            gathered[bucket] = gradients if not self._may_gather_again(step, bucket) else None
+        for mine in self._gathered(step):
+            gathered |= mine
+            for gradients in mine.values():
+                held = step.held(gradients)
+                if scaled:
+                    finite &= unscale(held.values(), step.scale)
+                lengths = norms(list(held.values())) if clip is not None else [torch.zeros(())] * len(held)
+                measured.update(zip(held, lengths, strict=True))
         lengths = list(step.held(measured).values())
         if self._exchange is not None and self._exchange.owner:
             lengths, finite = self._exchange.combined_norms(measured, list(step.hyperparameters.group_of), finite)
@@ -243,13 +245,8 @@ class BucketStepper:
             self._scales.decided(step.number, finite=finite if some else None)
         factor = coefficient(lengths, clip) if clip is not None and some and finite else None
 
-        def of(bucket: ParamBucket) -> dict[int, Tensor]:
-            if not finite:
-                return {}
-            if (gradients := gathered.pop(bucket)) is None:
-                gradients = self._gather(bucket, step)
-                if scaled:
-                    unscale(step.held(gradients).values(), step.scale)
+        def of(bucket: ParamBucket) -> Mapping[int, AnyGradient]:
+            gradients = gathered.pop(bucket) if finite else {}
             if factor is not None:
                 scale(list(step.held(gradients).values()), factor)
             return gradients
@@ -257,13 +254,6 @@ class BucketStepper:
         there = [(bucket.index, bucket) for bucket in self._buckets]
         while there:
             self._apply(step, {bucket: of(bucket) for bucket in self._piece(there)})
-
-    def _may_gather_again(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
-        """Return whether `_gather` gives the same again; then what it has given is forgotten, with its memory."""
-        window = step.window
-        if window is None or step.keeps or self._exchange is not None or self._gradients.accumulated[bucket].present():
-            return False
-        return window.forget_taken(bucket)
 
     @contextmanager
     def _draining(self, step: OptimizerStep) -> Iterator[None]:
@@ -278,7 +268,7 @@ class BucketStepper:
             self._pool.draining = None
             self._pool.look_again()
 
-    def _apply(self, step: OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
+    def _apply(self, step: OptimizerStep, gathered: Gathered) -> None:
         """Step the parameters of some buckets that have gradients, and publish the buckets [3]."""
         self.applying = True
         gradients = {key: gradient for mine in gathered.values() for key, gradient in mine.items()}
@@ -297,35 +287,6 @@ class BucketStepper:
         """Publish buckets whose weights have come from the machines that update them."""
         for bucket in self._exchange.weights(wait=wait) if self._exchange is not None else ():
             self._finish(step, bucket)
-
-    def _apply_parts(self, step: OptimizerStep, bucket: ParamBucket) -> bool:
-        """Step a large bucket part by part, if its gradients came narrowed: only a part of them is wide then [4].
-
-        Returns False if nothing was done, as the bucket has to be stepped as a whole: `show` needs its gradients,
-        others are to be added to them, the optimizer does not hold all, or its kernel takes no parts.
-        """
-        window, values = step.window, step.hyperparameters
-        if (
-            window is None
-            or step.keeps
-            or self._nbytes[bucket] < 2 * WIDENED_BYTES
-            or self._gradients.accumulated[bucket].present()
-            or not (found := window.narrow_sums(bucket))
-            or not step.outside.isdisjoint(found)
-            or not step.partial_optimizer.steps_parts(values, [*found])
-        ):
-            return False
-        self.applying = True
-        for master in (master for master in bucket.masters if id(master) in found):
-            key, length = id(master), WIDENED_BYTES // master.itemsize
-            for start in range(0, max(master.numel(), 1), length):  # of an empty one, the kernel counts the step
-                end = min(start + length, master.numel())
-                gradient = window.take_part(found[key], key, start, end)
-                if step.clip is not None:
-                    clamp([gradient], step.clip)
-                step.partial_optimizer.step_part(values, key, gradient, start, end)
-        self._finish(step, bucket)
-        return True
 
     def _finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, together, widened
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.user_code.stand_ins import Proxies
 
@@ -112,9 +113,10 @@ class StepGradients:
         self.weigh()
         for total in self.sums:
             total.handed_out = True
-        taken = self._taken(self.sums, self._user_code())
+        taken = self._taken(self.sums, self._user_code(), widen=True)
+        found = [widened(taken.pop(id(master))) for master in self.masters]
         self.release()
-        return [taken.pop(id(master)) for master in self.masters]
+        return found
 
     def multiply(self, factor: float, *, losses: bool) -> None:
         """Multiply the gradients by a quotient of loss scales; with ``losses``, also for losses yet to come."""
@@ -129,45 +131,13 @@ class StepGradients:
             assert self.scale is not None
             self.scale *= self._share()
 
-    def take(self, bucket: ParamBucket) -> dict[int, Tensor]:
-        """Return the gradients of a ready bucket by id of the master, scaled in place.
+    def take(self, bucket: ParamBucket, *, widen: bool) -> dict[int, AnyGradient]:
+        """Return the gradients of a ready bucket by id of the master, scaled in place. Call it once per bucket.
 
-        Call it once per bucket, or again after `forget_taken`.
+        ``widen``: whether all are tensors, and none narrow.
         """
         user_code = self._user_code({id(master) for master in bucket.masters}) if self._proxies else []
-        return self._taken(self._of[bucket], user_code)
-
-    def forget_taken(self, bucket: ParamBucket) -> bool:
-        """Forget what `take` has returned for ``bucket``, with its memory; return False if it has to be kept."""
-        if not all(total.stays for total in self._of[bucket]):
-            return False
-        for total in self._of[bucket]:
-            total.forget_taken()
-        return True
-
-    def narrow_sums(self, bucket: ParamBucket) -> dict[int, list[HostGradSums]]:
-        """Return the sums that make up each gradient of a ready bucket, by id of the master, if all of them are narrow.
-
-        Otherwise, and if user code between layers has added to a gradient, the result is empty; then use `take`.
-        """
-        sums = self._of[bucket]
-        if not (self.scale and all(total.is_narrow for total in sums)) or (
-            self._proxies and self._user_code({id(master) for master in bucket.masters})
-        ):
-            return {}
-        found: dict[int, list[HostGradSums]] = defaultdict(list)
-        for total in sums:
-            for master in total.got():
-                found[id(master)].append(total)
-        return found
-
-    def take_part(self, sums: Sequence[HostGradSums], key: int, start: int, end: int) -> Tensor:
-        """Return numbers ``start`` to ``end`` of a master's gradient, the total of narrow ``sums``, scaled."""
-        assert self.scale is not None
-        first, *others = (total.take_part(key, start, end, self.scale) for total in sums)
-        for other in others:
-            first.add_(other)
-        return first
+        return self._taken(self._of[bucket], user_code, widen=widen)
 
     def arrive(self) -> None:
         """Wait until all sums are on the host."""
@@ -185,20 +155,21 @@ class StepGradients:
     def _user_code(self, masters: set[int] | None = None) -> list[tuple[nn.Parameter, Tensor]]:
         return [pair for proxies in self._proxies for pair in proxies.gradients(masters)]
 
-    def _taken(self, sums: list[HostGradSums], user_code: list[tuple[nn.Parameter, Tensor]]) -> dict[int, Tensor]:
+    def _taken(
+        self, sums: list[HostGradSums], user_code: list[tuple[nn.Parameter, Tensor]], *, widen: bool
+    ) -> dict[int, AnyGradient]:
         assert self.scale is not None
-        totals: dict[int, Tensor] = {}
+        totals: dict[int, AnyGradient] = {}
         for total in sums:
-            taken = total.take(self.scale)
+            taken = total.take(self.scale, widen=widen)
             if not self.scale:  # the batch counts for nothing, and its gradients may be NaN
-                for gradient in taken.values():
-                    gradient.zero_()
+                taken = {key: widened(gradient).zero_() for key, gradient in taken.items()}
             for key in totals.keys() & taken.keys():
-                taken[key] = totals[key].add_(taken[key])
+                taken[key] = together(totals[key], taken[key])
             totals |= taken
         for master, grad in user_code:
             grad = grad * self.scale if self.scale else torch.zeros_like(grad)
-            totals[id(master)] = totals[id(master)].add_(grad) if id(master) in totals else grad
+            totals[id(master)] = together(totals[id(master)], grad) if id(master) in totals else grad
         return totals
 
 

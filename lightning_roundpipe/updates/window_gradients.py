@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_roundpipe.memory.flat_params import ALONE, holders
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.param_buckets import ParamBucket
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, all_widened
 
 
 class Accumulated:
@@ -45,10 +46,10 @@ class Accumulated:
                 self._memory[key] = gradient.clone()
         self._present |= gradients.keys()
 
-    def with_last(self, gradients: dict[int, Tensor], outside: AbstractSet[int]) -> dict[int, Tensor]:
+    def with_last(self, gradients: dict[int, AnyGradient], outside: AbstractSet[int]) -> dict[int, AnyGradient]:
         """Return the sum with the last window's ``gradients`` [2]; these themselves where nothing was accumulated."""
         kept = self._present | outside
-        self.add({key: gradient for key, gradient in gradients.items() if key in kept})
+        self.add(all_widened({key: gradient for key, gradient in gradients.items() if key in kept}))
         return gradients | self.present()
 
     def present(self) -> dict[int, Tensor]:

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_roundpipe.devices.process_context import shared_context
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.user_code.mode import ACCESSORS, DATA, DTYPE, VIEWS, UserCodeMode
-from lightning_roundpipe.user_code.torch_functions import IN_PLACE, witness
+from lightning_roundpipe.user_code.torch_functions import IN_PLACE, WatchedTensors
 
 
 class Lender(Protocol):
@@ -63,8 +63,8 @@ class Borrowing(TorchFunctionMode):
         self.found = list(known)
         self.reads_data = False
         self._own = {id(parameter): i for i, parameter in enumerate(own) if parameter.is_floating_point()}
-        self._data: list[tuple[int, Tensor, int]] = []
-        """Per ``.data`` that was read: position of the parameter, the data's `witness`, and its version."""
+        self._data = WatchedTensors[int]()
+        """Each ``.data`` that was read, by the position of the parameter."""
         self._set: set[int] = set()
         self._masters = masters
         self._lender = lender
@@ -81,7 +81,7 @@ class Borrowing(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in ACCESSORS and args and id(args[0]) in self._own:
             if func == DATA:
-                self._data.append((self._own[id(args[0])], witness(result), result._version))
+                self._data.add(self._own[id(args[0])], result)
             elif func == _SET_DATA:
                 self._set.add(self._own[id(args[0])])
             self.reads_data |= func in (DATA, _SET_DATA)
@@ -89,7 +89,7 @@ class Borrowing(TorchFunctionMode):
 
     def written_by_data(self) -> set[int]:
         """Return positions of parameters that the layer has written to through their ``.data``."""
-        return self._set | {position for position, seen, version in self._data if seen._version != version}
+        return self._set.union(self._data.written())
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments for an autograd function, with stand-ins."""

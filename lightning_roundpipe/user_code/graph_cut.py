@@ -130,14 +130,8 @@ class Boundary(torch.autograd.Function):
         return None, None, None
 
 
-class _Inlet(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradients: Gradients, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.gradients = gradients
-        ctx.set_materialize_grads(False)
-        return tuple(tensors)
-
-    backward = Boundary.backward
+class _Inlet(Boundary):
+    """The inputs of a call, as the layer sees them. Its nodes are of another class than those of `Boundary`."""
 
 
 _cut: Any = super(torch.autograd.Function, Boundary).apply
@@ -151,14 +145,11 @@ def inlet(tensors: Sequence[Tensor], needs: Sequence[bool], layer: str, home: De
 
     Those are no leaves, so that the layer may write to them. All share memory and version with ``tensors``.
     """
-    aliases = [t.detach() for t in tensors]
-    chosen = [a for a, n in zip(aliases, needs, strict=True) if n]
+    chosen = [t for t, n in zip(tensors, needs, strict=True) if n]
     gradients = Gradients(len(chosen), layer, home)
     gradients.expected = gradients.closed = True  # until the layer's backward runs
-    if not chosen:
-        return aliases, gradients
-    opened = iter(_open(_ANCHOR, gradients, chosen))
-    return [next(opened) if n else a for a, n in zip(aliases, needs, strict=True)], gradients
+    opened = iter(_open(_ANCHOR, gradients, chosen) if chosen else ())
+    return [next(opened) if n else t.detach() for t, n in zip(tensors, needs, strict=True)], gradients
 
 
 def cut(outputs: list[Tensor], layer: str, home: Device) -> tuple[tuple[Tensor, ...], Gradients]:

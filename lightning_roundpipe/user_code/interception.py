@@ -11,7 +11,7 @@ import contextlib
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from torch import nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.thread_owner import context_of_thread
 from lightning_roundpipe.memory.host_layer import HostLayer
+from lightning_roundpipe.memory.host_model import HostModel
+from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.user_code.host_metrics import HostMetrics
 
 
 class Interceptor:
@@ -84,18 +87,45 @@ class Interceptor:
             self._module.__dict__.pop("forward", None)
 
 
-@contextlib.contextmanager
-def intercepted(
-    interceptors: Sequence[Interceptor], fail: Callable[[BaseException], None] | None = None
-) -> Iterator[None]:
-    """Intercept calls within this context; see `Interceptor.install`."""
-    for interceptor in interceptors:
-        interceptor.install(fail)
-    try:
-        yield
-    finally:
-        for interceptor in interceptors:
-            interceptor.remove()
+class InterceptedModule:
+    """The user's module as long as an engine has it: calls of its layers, its accumulators of gradients, its metrics.
+
+    ``on_accelerator``: whether its steps run on devices with memory of their own.
+    """
+
+    def __init__(self, model: HostModel, *, on_accelerator: bool) -> None:
+        self._masters = model.masters
+        self._interceptors = [Interceptor(layer) for layer in model.layers]
+        self._accumulators = Accumulators()
+        self._metrics = HostMetrics(model.module if on_accelerator else nn.Module())
+
+    @contextlib.contextmanager
+    def intercepted(self, fail: Callable[[BaseException], None] | None = None) -> Iterator[None]:
+        """Intercept calls within this context; see `Interceptor.install`."""
+        for interceptor in self._interceptors:
+            interceptor.install(fail)
+        try:
+            yield
+        finally:
+            for interceptor in self._interceptors:
+                interceptor.remove()
+
+    def run_in_place(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer's own ``forward`` on the user's weights."""
+        return self._interceptors[layer.index].run(*args, **kwargs)
+
+    def watch_gradients(self) -> None:
+        """Before a batch: see the gradients that come to masters themselves; see `Accumulators`."""
+        self._accumulators.watch(self._masters)
+
+    def bring_metrics_to_host(self) -> None:
+        """After a step; see `HostMetrics`."""
+        self._metrics.bring_to_host()
+
+    def end(self) -> None:
+        """Leave the module as it was."""
+        self._accumulators.end()
+        self._metrics.end()
 
 
 @contextlib.contextmanager

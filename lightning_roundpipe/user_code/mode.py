@@ -33,7 +33,7 @@ from lightning_roundpipe.user_code.graph_cut import forget_version, hook_gradien
 from lightning_roundpipe.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.user_code.module_state import about_to_write, about_to_write_in_place
 from lightning_roundpipe.user_code.stand_ins import Copies, Proxies, is_stand_in
-from lightning_roundpipe.user_code.torch_functions import IN_PLACE, waits, witness
+from lightning_roundpipe.user_code.torch_functions import IN_PLACE, WatchedTensors, waits
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SETS_TRAINED = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -92,8 +92,8 @@ class UserCodeMode(TorchFunctionMode):
         self._read = read
         self.returning = self.met_others = False
         self.met_buffer = ""
-        self._data: list[tuple[nn.Parameter, Tensor, int]] = []
-        """Per ``.data`` of a master that was read: the master, the data's `witness`, and the version at that time."""
+        self._data = WatchedTensors[nn.Parameter]()
+        """Each ``.data`` of a master that was read, by the master."""
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
@@ -169,16 +169,12 @@ class UserCodeMode(TorchFunctionMode):
 
     def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
         """Watch the ``data`` of ``master``, which has a version counter of its own, and return it."""
-        self._data.append((master, witness(data), data._version))
+        self._data.add(master, data)
         return data
 
     def written_by_data(self) -> list[nn.Parameter]:
         """Return the masters that were written to through their ``.data`` since the last call."""
-        if not self._data:
-            return []
-        written = [master for master, seen, version in self._data if seen._version != version]
-        self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
-        return written
+        return self._data.written()
 
     def _settle_buffers(self, value: Any) -> None:
         found = (self._buffers.awaits(leaf) for leaf in tree_iter(value) if isinstance(leaf, Tensor))
@@ -235,7 +231,7 @@ class UserCodeMode(TorchFunctionMode):
     def _is_frozen(self, value: Tensor) -> bool:
         """Whether ``value`` is a frozen master or its stand-in, and user code has not read its ``.data``."""
         known = is_stand_in(value) or id(value) in self._masters
-        return known and not value.requires_grad and not any(value is master for master, _, _ in self._data)
+        return known and not value.requires_grad and not any(value is master for master in self._data)
 
     def _proxied(self, value: Any) -> Any:
         if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):

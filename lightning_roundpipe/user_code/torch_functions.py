@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,29 @@ IN_PLACE = re.compile(
 """Names of tensor methods that write to their first argument."""
 
 
-def witness(tensor: Tensor) -> Tensor:
-    """Return an empty tensor that shares the version counter of ``tensor`` but not its memory."""
-    same = tensor.detach()
-    same.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return same
+T = TypeVar("T")
+
+
+class WatchedTensors(Generic[T]):
+    """Tensors that are watched for writes, by their version counters. Each has a label. Keeps none of their memory."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[T, Tensor, int]] = []
+
+    def __iter__(self) -> Iterator[T]:
+        return (label for label, _, _ in self._seen)
+
+    def add(self, label: T, tensor: Tensor) -> None:
+        counter = tensor.detach()  # shares the version counter
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._seen.append((label, counter, counter._version))
+
+    def written(self) -> list[T]:
+        """Return the labels of those that were written to since the last call."""
+        found = [label for label, counter, version in self._seen if counter._version != version]
+        if found:
+            self._seen = [(label, counter, counter._version) for label, counter, _ in self._seen]
+        return found
 
 
 _CONVERSIONS = {

@@ -7,7 +7,7 @@ import torch
 from harness import Learner, ours, run
 from torch import nn
 
-from lightning_roundpipe.engine.planner import Planner
+from lightning_roundpipe.engine import planner
 
 
 class Net(Learner):
@@ -38,8 +38,8 @@ class Net(Learner):
     ],
 )
 def test_rules_of_updates(monkeypatch, given, options, at_once, nbytes):
-    seen, rules = [], Planner._rules
-    monkeypatch.setattr(Planner, "_rules", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
+    seen, rules = [], planner.rules_of
+    monkeypatch.setattr(planner, "rules_of", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
     run(ours(num_microbatches=2, **options), Net(), torch.ones(4, 4), devices=2, steps=1, **given)
     [found] = seen
     assert (found.updates.at_once, found.updates.blocking) == (at_once, "blocking" in given)

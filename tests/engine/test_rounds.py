@@ -1,48 +1,115 @@
-"""Any plan, any delays, calls that are skipped, repeated and swapped, errors anywhere: plain weights, and no hang."""
+"""Errors beside and behind a step, in an engine without a Trainer: they come out once, and the engine trains on."""
 
 import contextlib
 import copy
-import functools
-from dataclasses import replace
 
 import pytest
-from engine_rounds import Boom, Engined, Round, run
-from patience import until
+import torch
+from harness import seeded
+from patience import PATIENCE_S, until
+from torch import nn
 
-from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.batches.weights import LossWeights
+from lightning_roundpipe.config import Emulation, Options
+from lightning_roundpipe.devices.emulated import EmulatedDevice, make_emulated
 from lightning_roundpipe.devices.queued import ThreadEvent
+from lightning_roundpipe.engine.engine import Engine
+from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.updates import bucket_stepper
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 
-
-@pytest.mark.timeout(300)
-def test_rounds():
-    outcomes = [run(seed) for seed in range(6)]
-    assert "failed" in outcomes and "trained" in outcomes
+WIDTH, MICROBATCHES = 8, 4
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(2))
-def test_many_rounds(part):
-    for seed in range(60):
-        run(1000 + 700 * part + seed)
+class Boom(Exception):
+    """Nobody else raises this."""
+
+
+class Fuse:
+    """Raises when code comes to a place for the ``left``-th time; copies of the model share it."""
+
+    def __init__(self):
+        self.place, self.left = "", 0
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __call__(self, place):
+        if place == self.place:
+            self.left -= 1
+            if self.left == 0:
+                raise Boom(place)
+
+
+class FusedSGD(torch.optim.SGD):
+    """Comes to the place ``optimizer``."""
+
+    independent_parameters = True
+
+    def __init__(self, fuse, *args, **options):
+        super().__init__(*args, **options)
+        self._fuse = fuse
+
+    def step(self, closure=None):
+        self._fuse("optimizer")
+        return super().step(closure)
+
+
+class Engined:
+    """An engine whose optimizer has a thread of its own."""
+
+    def __init__(self, staleness):
+        self.fuse, self.module, self._windows = Fuse(), nn.Module(), 0
+        with seeded(3):
+            self.module.net = self.network = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+            self._batches = list(torch.randn(MICROBATCHES, 2, WIDTH))
+        options = Options(layers=["Linear"], plan="static", staleness=staleness, watchdog_timeout=PATIENCE_S)
+        devices = make_emulated([torch.device("cpu")] * 2, Emulation())
+        self.engine = Engine(self.module, devices, options, lambda text: None, Formats(None))
+        self._optimizer = FusedSGD(self.fuse, self.network.parameters(), lr=0.05, momentum=0.5)
+        self.engine.enable_async_optimizer(lambda: self._optimizer)
+
+    def loss(self, x):
+        for layer in self.network:
+            x = layer(x).tanh()
+            self.fuse("user code")
+        return x.square().mean()
+
+    def window(self):
+        self._windows += 1
+        functions = [lambda x=x: self.loss(x) for x in self._batches]
+        weights = LossWeights(None, [2] * MICROBATCHES, list(range(MICROBATCHES)))
+        result = self.engine.train_window(functions, weights, (0, self._windows))
+        if result.error is not None:
+            raise result.error
+        pairs = [(m.loss, m.differentiable) for m in result.microbatches]
+        for loss in result.gradients.losses(pairs):
+            torch.autograd.backward(loss)
+        self.engine.updates.submit(None)
+
+    def momentum(self):
+        return copy.deepcopy(self._optimizer.state_dict())
+
+    def restore(self, state, momentum):
+        """Go on from other weights, as from a checkpoint."""
+        self.fuse.place = ""
+        self.engine.settle()
+        with torch.no_grad():
+            self.network.load_state_dict(state)
+        self._optimizer.load_state_dict(momentum)
 
 
 @contextlib.contextmanager
 def engined(staleness):
     """An engine that has trained, with what trains one more window. Behind the error of a step it trains on."""
-    drawn = replace(Round.draw(0), apart=True, overlap=True, plan=None, staleness=staleness, error=None)
-    ours = Engined(drawn, Emulation())
-    train = functools.partial(ours.window, drawn.windows[0])
+    ours = Engined(staleness)
     try:
         state, momentum = copy.deepcopy(ours.network.state_dict()), ours.momentum()
         for _ in range(3):
-            train()
-        yield ours, train
+            ours.window()
+        yield ours, ours.window
         ours.restore(state, momentum)
-        train()
+        ours.window()
         ours.engine.settle()
     finally:
         ours.engine.close()

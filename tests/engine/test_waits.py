@@ -27,8 +27,8 @@ CARRYING = Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2; carry 0-
 CASES = {"cut": CUT, "empty": EMPTY, "carrying": CARRYING}
 
 WAITS = [
-    ("engine.activations:_downloaded", "stream.wait(ready)"),
-    ("engine.activations:upload", "stream.wait(saved.ready)"),
+    ("engine.activations:Activations._downloaded", "stream.wait(ready)"),
+    ("engine.activations:Activations._upload", "stream.wait(saved.ready)"),
     ("engine.carrying:download_parts", "stream.wait(home.compute.record())"),
     ("engine.layer_calls:Tape.moved", "pool.workers[to.index].follow(event)"),
     ("engine.step_slots:Turns.wait_for", "self.context.pool.baton.wait(functools.partial(what.when, version))"),
@@ -36,7 +36,7 @@ WAITS = [
     ("engine.step:Step._wait_for_outputs", "self.context.pool.wait_for(microbatch.ready, self.spec.scope)"),
     ("engine.step:Step._wait_for_outputs", "event.wait()"),
     ("engine.uploads:SlotMemory._upload", "stream.wait(event)"),
-    ("engine.worker:Worker._open_gradients", "stream.wait(event)"),
+    ("engine.uploads:SlotMemory.open_gradients", "stream.wait(event)"),
     ("engine.worker:GradientSender._send", "stream.wait(end)"),
     ("engine.worker:Worker._wait_for_gradients", "self.device.compute.wait(event)"),
     ("engine.worker:Worker.close_slot", "compute.wait(slot.weights.uploads[layer.index].end)"),

@@ -20,6 +20,7 @@ from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import GradientLayout, GradientPool, HostGradSums
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.memory.split_buffer import SplitBuffer
+from lightning_roundpipe.optim.narrow_gradient import NarrowGradient
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
@@ -150,10 +151,18 @@ def test_narrowed_gradients_are_fp32_only_while_they_are_used(options, monkeypat
     held = {"take": [], "take_wide": []}
     for name, most in held.items():
         monkeypatch.setattr(GradientPool, name, counting(getattr(GradientPool, name), most))
+    wide, real = [], NarrowGradient.widened
+
+    def widened(gradient, out=None):
+        wide.append(out.numel())
+        return real(gradient, out)
+
+    monkeypatch.setattr(NarrowGradient, "widened", widened)
     asked = Asked(monkeypatch)
     plan = f"forward none; fused 0-{LAYERS}; backward none; round 2"
     fit(asked, Module(), strategy={"reduce_dtype": "bfloat16", "plan": plan}, **options)
-    assert max(held["take_wide"]) == 1
+    assert set(wide) == {SIZE * SIZE}, "SGD needs them, in memory of a layer"
+    assert not held["take_wide"]
     assert max(held["take"]) == LAYERS if options else 1 <= max(held["take"]) <= 4
 
 

@@ -17,6 +17,7 @@ from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, GradientMemory, HostGradSums, Reduction
 from lightning_roundpipe.memory.host_layer import host_layers
+from lightning_roundpipe.optim.narrow_gradient import widened
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
 
@@ -68,7 +69,7 @@ def _send_from(devices, begin, rounds):
         on_device.narrow()
         host.make_room(CancelScope())
         on_device.download(devices[worker].gradients_down, worker)
-    taken = {key: gradient.clone() for key, gradient in host.take(1.0).items()}
+    taken = {key: widened(gradient).clone() for key, gradient in host.take(1.0).items()}
     host.release()
     return taken
 

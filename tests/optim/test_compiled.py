@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_roundpipe.optim import compiled, direct
+from lightning_roundpipe.optim.narrow_gradient import NarrowGradient
 from lightning_roundpipe.optim.packed_moments import pack, unpacked
 from lightning_roundpipe.optim.split_masters import SplitTensor
 
@@ -101,20 +102,39 @@ def test_a_step_has_the_bits_of_torch(form, settings, monkeypatch):
     assert all(map(torch.equal, mine, theirs))
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_parts_of_a_step_are_the_whole_step(form):
-    values = numbers()["small"]
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_from_narrow_gradients_is_one_from_widened_ones(dtype, form):
+    """All numbers of 16 bits, two of which are added, scaled, clipped, and multiplied."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
+    parts = [every, every.roll(2**8), every.flip(0)]
+    values = torch.randn(len(every), generator=torch.Generator().manual_seed(0))
     [group] = torch.optim.AdamW([torch.zeros(1)]).param_groups
 
-    def after(cuts):
-        halves, state = SplitTensor.of(values), {"step": torch.tensor(3.0), "exp_avg": values, "exp_avg_sq": values**2}
+    def gradient(count, bound):
+        narrow = NarrowGradient(parts[:count], 1 / 3, torch.float32)
+        for scale in (1 / 7, torch.tensor(0.9)) if bound is None else ():
+            narrow.mul_(scale)
+        if bound is not None:
+            narrow.clamp_(-bound, bound)
+        return narrow
+
+    def after(given):
+        halves, state = SplitTensor.of(values), {"step": torch.tensor(3.0)}
+        state |= {"exp_avg": values / 7, "exp_avg_sq": values**2}
         pack(state, form)
         row = direct.row_of(0, group, halves, values.shape, state)
-        for start, end in zip((0, *cuts), (*cuts, LENGTH), strict=True):
-            direct.step_part((group,), row, (values / 3)[start:end], start, end)
-        return [*halves, *state.values()]
+        assert direct.step((group,), [row], [given])
+        return [halves.joined(), *unpacked(state).values()]
 
-    assert all(map(torch.equal, after(()), after((256 * 7, 256 * 300))))
+    for count, bound in ((1, None), (3, None), (2, 0.5)):
+        narrow, wide = after(gradient(count, bound)), after(gradient(count, bound).widened())
+        first, *others = (part.float() * torch.tensor(1 / 3) for part in parts[:count])
+        by_hand = sum(others, first)
+        by_hand = by_hand * torch.tensor(1 / 7) * torch.tensor(0.9) if bound is None else by_hand.clamp(-bound, bound)
+        assert torch.equal(by_hand.nan_to_num(7.0), gradient(count, bound).widened().nan_to_num(7.0))
+        for one, other in zip(narrow, wide, strict=True):
+            assert torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def test_another_compiler_is_tried(monkeypatch):
@@ -125,4 +145,4 @@ def test_another_compiler_is_tried(monkeypatch):
 def test_a_compiler_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(compiled.shutil, "which", lambda name: "false")
     with pytest.warns(UserWarning, match="false failed: .*set CC"):
-        assert not compiled.load(SplitTensor.of(numbers()["small"]).kept(0), torch.empty(LENGTH))
+        assert not compiled.convert(SplitTensor.of(numbers()["small"]).kept(0), torch.empty(LENGTH))

@@ -154,14 +154,14 @@ def test_forms_of_moments_and_gradients_in_flight(form, weight, moments):
 @pytest.mark.parametrize(
     ("by_layer", "microbatches", "state", "gradients"),
     [
-        # What is in flight travels in half the bytes, and is used a layer at a time.
-        (True, 4, "fp32", 3 * 2 + 4),
-        # With clipping by norm, all is there as it has come.
+        # What is in flight travels in half the bytes, and is used as it has come.
+        (True, 4, "fp32", 3 * 2),
+        # With clipping by norm, all is there as it has come; a layer at a time is widened for its norm.
         (False, 4, "fp32", 40 * 2 + 4),
         # Rounds are summed, and what arrives is added.
         (True, 8, "fp32", 40 * 4 + 3 * 2),
         # Moments in int8 take less than what the first window has: all gradients, of one microbatch as it sends them.
-        (True, 1, "int8", 3 * 2 + 4),
+        (True, 1, "int8", 3 * 2),
         (True, 4, "int8", 40 * 4 + 2),
     ],
 )

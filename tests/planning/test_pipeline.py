@@ -266,7 +266,8 @@ def test_numbers_that_make_no_sense(name):
         ("bf16", 0, None, False, 20),
         ("bf16", 2, None, False, 22),
         ("int8", 0, None, False, 16 + 1 / 16),
-        ("fp32", 0, 2, False, 28 + 6),
+        ("fp32", 0, 2, False, 28 - 2),
+        ("fp32", 0, 2, True, 28 - 2),
         ("fp32", 0, None, True, 28 + 8),
     ],
 )
