@@ -123,6 +123,10 @@ class CudaDevice(Device):
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         self.compute.keep(*tensors)
 
+    def drop_finished(self) -> None:
+        for stream in self.all_streams:
+            stream.drop_finished()
+
     @contextmanager
     def named(self, *name: object) -> Iterator[None]:
         torch.cuda.nvtx.range_push(" ".join(map(str, name)))  # type: ignore[no-untyped-call]

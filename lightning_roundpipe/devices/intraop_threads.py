@@ -95,5 +95,5 @@ def apply_num_threads() -> None:
 
 def release_intraop_threads() -> None:
     """End the calling thread's team, before it waits. Its next operation starts a new one, in less than 0.1 ms."""
-    if (openmp := _openmp()) is not None:
+    if torch.get_num_threads() > 1 and (openmp := _openmp()) is not None:
         openmp.omp_pause_resource_all(_SOFT)

@@ -314,8 +314,9 @@ class Executor:
         copy = worker.copies.of(slot, layer)
         replica, buffers = copy.replica, copy.buffers
         grad = call.environment.thread_state.grad
-        before = buffers.snapshot() if buffers and grad and not keep_graph else None
-        if buffers:
+        has_buffers = bool(buffers)
+        before = buffers.snapshot() if has_buffers and grad and not keep_graph else None
+        if has_buffers:
             buffers.load()
         with self.device.track(tensors, INPUTS):
             meter = self._first_window.meter(call, worker, tensors)
@@ -477,19 +478,16 @@ class Executor:
             The gradient of each of the inputs that need one.
         """
         worker, layer, device = self.worker, call.layer, self.device
-        copy = worker.copies.of(slot, layer)
-        replica, buffers = copy.replica, copy.buffers
         arrived = (*inputs, *(part for parts in gradients for part in parts))
         meter = self._first_window.meter(call, worker, [a.tensor for a in arrived])
         del arrived
-        if call.graph is None:
-            self.recompute(call, slot, inputs)
+        copy = worker.copies.of(slot, layer) if call.graph is not None else self.recompute(call, slot, inputs)
+        replica, buffers = copy.replica, copy.buffers
         assert call.graph is not None
         (outputs, sink), call.graph = call.graph, None
         roots = [_root(output) for output, parts in zip(outputs, gradients, strict=True) if parts]
         del outputs
-        values = [functools.reduce(torch.add, worker.arrived(parts)) for parts in gradients if parts]
-        device.track_until_freed(values, GRADIENTS)
+        values = [self._sum(worker.arrived(parts)) for parts in gradients if parts]
         sums = worker.gradients_of(slot, call.index)
         replica.train(call.environment.trained)
         if sums is not None:
@@ -512,36 +510,52 @@ class Executor:
         lent = {address_of(a.tensor) for a in inputs}  # memory that others get next
         lent.update([address_of(p.tensor) for parts in gradients for p in parts if p.event is not None])
         found = [parts[0].tensor if parts else None for parts in sink.parts]
-        found = [copy_alike(g) if g is not None and address_of(g) in lent else g for g in found]
+        found = [self._copied(g) if g is not None and address_of(g) in lent else g for g in found]
         present = [g for g in found if g is not None]
-        device.track_until_freed(present, GRADIENTS)
         if meter is not None and call.traced is not None:
             call.traced.memory.activation_bytes = max(call.traced.memory.activation_bytes, meter.read())
             call.traced.memory.returning_bytes = storage_bytes(values)
         worker.in_flight.keep(values, present)
         return found
 
-    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> None:
-        """Repeat the forward of a call, now for its graph. Arguments as for `backward`."""
+    def _sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the parts of a gradient, which count on the device already."""
+        if len(parts) == 1:
+            return parts[0]
+        total = functools.reduce(torch.add, parts)
+        self.device.track_until_freed([total], GRADIENTS)
+        return total
+
+    def _copied(self, gradient: Tensor) -> Tensor:
+        copied = copy_alike(gradient)
+        self.device.track_until_freed([copied], GRADIENTS)
+        return copied
+
+    def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> LayerCopy:
+        """Repeat the forward of a call, now for its graph. Arguments as for `backward`. Returns the layer's copy."""
         there, count = self.worker.bring_in(slot, call.layer, inputs), len(call.inputs.saved)
+        copy = self.worker.copies.of(slot, call.layer)
         returning = call.inputs.carried.returning(there[count:], self.device.generator)
-        outputs, sink = self._recompute(call, slot, there[:count], returning)
+        outputs, sink = self._recompute(call, slot, copy, there[:count], returning)
         if returning is not None and not returning.has_fitted():
-            outputs, sink = self._recompute(call, slot, there[:count])
+            outputs, sink = self._recompute(call, slot, copy, there[:count])
         self._check(call, outputs)
         self.device.track_until_freed(outputs, OUTPUTS)
         call.graph = outputs, sink
+        return copy
 
     def _recompute(
-        self, call: LayerCall, slot: Slot, saved: Sequence[Tensor], returning: Returning | None = None
+        self, call: LayerCall, slot: Slot, copy: LayerCopy, saved: Sequence[Tensor], returning: Returning | None = None
     ) -> tuple[list[Tensor], Gradients]:
-        layer, device = call.layer, self.device
-        copy = self.worker.copies.of(slot, layer)
+        device = self.device
         if buffers := copy.buffers:
             buffers.load(call.buffers)
-        inputs = [copy_alike(t) if i in call.inputs.mutated else t for i, t in enumerate(call.inputs.whole(saved))]
+        inputs = call.inputs.whole(saved)
+        if mutated := call.inputs.mutated:
+            inputs = [copy_alike(t) if i in mutated else t for i, t in enumerate(inputs)]
+            device.track_until_freed([inputs[i] for i in mutated], INPUTS)
         again = noted_at(call, "recomputation", slot, device)
-        with again, device.track(inputs, INPUTS), call.environment.thread_state.entered():
+        with again, call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
                 functools.partial(self._run, grad=True), call, slot, inputs, copy, "recompute", returning
             )

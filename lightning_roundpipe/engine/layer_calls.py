@@ -32,6 +32,7 @@ from lightning_roundpipe.estimates.crossing import storage_bytes
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
+from lightning_roundpipe.memory.peak_memory import GRADIENTS
 from lightning_roundpipe.user_code.graph_cut import Part, run_backward
 
 
@@ -237,6 +238,7 @@ class Tape(LayerCalls):
                 for hook in list(hooks.values()):
                     changed = hook(total)
                     total = total if changed is None else changed
+            home.track_until_freed([total], GRADIENTS)
             gradients.parts[index] = (Part(total, home, None),)
 
     def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:

@@ -71,7 +71,7 @@ class _Node(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             for inner, gradient in zip(ctx.inner, gradients, strict=True):
                 if inner is not None and gradient is not None:
-                    inner[0].add(inner[1], gradient, inner[0].home)
+                    inner[0].arrive(inner[1], gradient)
             return None, None, None, None, *ctx.differentiate()
 
 

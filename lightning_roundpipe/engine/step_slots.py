@@ -7,9 +7,10 @@ another one goes on from there, or the host adds both.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from lightning_roundpipe.engine.executor import Executor, LayerCall, noted_at
 from lightning_roundpipe.engine.slots import Slot, SlotGradients, StepSpec
 from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
+from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
@@ -131,6 +133,38 @@ class StepSlots:
         return self.sums_of(call.layer, call.use, microbatch)
 
 
+class Turn:
+    """See `Turns.take`."""
+
+    __slots__ = ("_activated", "_call", "_memory", "_phase", "_slot", "_turns", "_worker")
+
+    def __init__(self, turns: Turns, call: LayerCall, slot: Slot, phase: str) -> None:
+        self._turns, self._call, self._slot, self._phase = turns, call, slot, phase
+        self._worker = turns.context.pool.workers[slot.worker]
+        self._activated: AbstractContextManager[None]
+        self._memory: SlotMemory | None = None  # of a slot for this call alone
+
+    def __enter__(self) -> Executor:
+        turns, slot, worker = self._turns, self._slot, self._worker
+        if slot.position is None:
+            memory = worker.spare if turns.round else worker.planned
+            worker.open(slot, memory, None if self._call.layer.index in turns.outside else turns.slot)
+            self._memory = memory
+        self._activated = worker.device.activate()
+        self._activated.__enter__()
+        return turns.context.executors[slot.worker]
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        worker, call = self._worker, self._call
+        try:
+            if error is not None:
+                noted_at(call, self._phase, self._slot, worker.device).__exit__(kind, error, traceback)
+            self._activated.__exit__(kind, error, traceback)
+        finally:
+            if self._memory is not None:
+                worker.close_slot(self._slot, self._memory)
+
+
 class Turns:
     """The way of one microbatch through the slots: whose turn it has, and which device its tensors are on.
 
@@ -190,7 +224,8 @@ class Turns:
     def publish_progress(self) -> None:
         """Let the first microbatch of the next round follow, but not into buffers that a later call still changes."""
         held = self.slots.trace.held if self.slots.trace is not None else []
-        self.progress.publish(min([self.next, *(first for first, last in held if first < self.next <= last)]))
+        own = self.next
+        self.progress.publish(min([own, *(first for first, last in held if first < own <= last)]) if held else own)
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -227,30 +262,18 @@ class Turns:
         sums = self.slots.sums_of_call(call, self.microbatch if self.round else None)
         return self.slots.on_demand("backward", call, worker, sums)
 
-    @contextlib.contextmanager
     def take(
         self, call: LayerCall, slot: Slot, phase: str, saved: Sequence[HostTensor] = (), *, lent: bool = True
-    ) -> Iterator[Executor]:
-        """Context in which a call runs, in the turn of its slot, or in the present turn if the slot is its own.
+    ) -> Turn:
+        """Return the context in which a call runs: in the turn of its slot, or in the present one if that is its own.
 
         Args:
             saved: what the call needs from the host. It is brought once the turn is the next one, see `Activations.on`.
             lent: whether that goes back when the call is over.
         """
-        executor, worker = self.context.executors[slot.worker], self.context.pool.workers[slot.worker]
-        place = noted_at(call, phase, slot, worker.device)
         if slot.position is not None:
             self.acquire(slot, saved, lent=lent)
-            with worker.device.activate(), place:
-                yield executor
-            return
-        memory = worker.spare if self.round else worker.planned
-        worker.open(slot, memory, None if call.layer.index in self.outside else self.slot)
-        try:
-            with worker.device.activate(), place:
-                yield executor
-        finally:
-            worker.close_slot(slot, memory)
+        return Turn(self, call, slot, phase)
 
     def acquire(self, slot: Slot, saved: Sequence[HostTensor] = (), *, lent: bool = True) -> None:
         """Leave the present slot and those in between, and wait for the turn of another one; see `take`."""

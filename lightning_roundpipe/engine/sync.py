@@ -181,7 +181,8 @@ class Baton:
         Raises:
             Cancelled: the step has failed [2]. The thread holds the baton.
         """
-        runner = self.runner
+        runner = self._holder
+        assert runner is not None
         with self._mutex:
             self._parked.add(runner)
         # After this, a failure finds the runner among the parked; before it, the runner finds the failure.
@@ -210,7 +211,8 @@ class Baton:
 
         Raises `Cancelled` if the step has failed. The thread holds the baton.
         """
-        runner = self.runner
+        runner = self._holder
+        assert runner is not None
         runner.scope.check()
         with self._mutex:
             if not self._ready or self._ready[0][0] >= runner.rank:

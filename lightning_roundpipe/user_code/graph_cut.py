@@ -77,7 +77,7 @@ class Gradients:
         self.parts, self.arrivals, self.expected, self.closed = [()] * count, 0, False, False
 
     def add(self, index: int, gradient: Tensor, home: Device | None) -> None:
-        """Add a part of one gradient, which is on ``home``. Parts are summed in order, so that no plan changes a bit.
+        """Add a part of one gradient, which counts on ``home``. Parts are summed in order: no plan changes a bit.
 
         Raises:
             RoundPipeError: the backward of the call is over, or has not begun.
@@ -92,14 +92,19 @@ class Gradients:
                 "under manual optimization, all but the last need retain_graph=True.)"
             )
         mine = self.parts[index]
-        if home is not None:
-            if len(mine) == 1 and mine[0].home is home:
-                with home.compute.running(), torch.no_grad():
-                    gradient = mine[0].tensor + gradient  # not in place: autograd may share either
-                self.parts[index] = mine = ()
+        if home is not None and len(mine) == 1 and mine[0].home is home:
+            with home.compute.running(), torch.no_grad():
+                gradient = mine[0].tensor + gradient  # not in place: autograd may share either
+            self.parts[index] = mine = ()
             home.track_until_freed([gradient], GRADIENTS)
         # Behind this point of the device's work, other microbatches may follow: whoever takes it waits for no more.
         self.parts[index] = (*mine, Part(gradient, home, home.compute.record() if home is not None else None))
+
+    def arrive(self, index: int, gradient: Tensor) -> None:
+        """Add a part that autograd has made."""
+        if self.home is not None:
+            self.home.track_until_freed([gradient], GRADIENTS)
+        self.add(index, gradient, self.home)
 
     def close(self) -> None:
         """Take no more, and keep nothing alive."""
@@ -121,7 +126,7 @@ class Boundary(torch.autograd.Function):
         ctx.gradients.arrivals += 1
         for index, gradient in enumerate(incoming):
             if gradient is not None:
-                ctx.gradients.add(index, gradient, ctx.gradients.home)
+                ctx.gradients.arrive(index, gradient)
         return None, None, None
 
 
