@@ -17,22 +17,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.waiter import AbortSwitch
 
-
-class _Nothing(AbstractContextManager[Any]):
-    """A `contextlib.nullcontext` without Python code: a layer call enters a dozen."""
-
-    __enter__ = __exit__ = "".format  # type: ignore[assignment]  # takes any arguments, and returns what is false
-
-
-NOTHING = _Nothing()
+NOTHING = nullcontext()
 """A context that does nothing. Any number of threads may be in it."""
 POISON = 0xFF
 """The byte that overwrites freed buffers. Two or four of them are a NaN in bf16, fp16 and fp32."""

@@ -150,8 +150,12 @@ class Turn:
             memory = worker.spare if turns.round else worker.planned
             worker.open(slot, memory, None if self._call.layer.index in turns.outside else turns.slot)
             self._memory = memory
-        self._activated = worker.device.activate()
-        self._activated.__enter__()
+        try:
+            self._activated = worker.device.activate()
+            self._activated.__enter__()
+        except BaseException:
+            self._close()
+            raise
         return turns.context.executors[slot.worker]
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -161,8 +165,11 @@ class Turn:
                 noted_at(call, self._phase, self._slot, worker.device).__exit__(kind, error, traceback)
             self._activated.__exit__(kind, error, traceback)
         finally:
-            if self._memory is not None:
-                worker.close_slot(self._slot, self._memory)
+            self._close()
+
+    def _close(self) -> None:
+        if self._memory is not None:
+            self._worker.close_slot(self._slot, self._memory)
 
 
 class Turns:
