@@ -1,9 +1,9 @@
 """Finds the hooks that may read weights or gradients while an update runs, and the callback that waits for it.
 
 The optimizer runs on its own thread while user code continues. Code that reads a weight, a gradient or optimizer state
-meanwhile would see half of an update, and code that writes one would lose its change, both silently. So all of
-Lightning's hooks wait for the update, but those of each batch, in which waiting would cost speed: where a callback or
-the module overrides one of these, the step blocks. Two kinds of overridden hooks do not count:
+meanwhile would see half of an update, and code that writes one would lose its change, both silently. Lightning's hooks
+are known before training, so the rule is: an overridden hook of a callback or of the module waits for the update. Two
+kinds of hooks do not wait:
 
 - those of a class that declares them passive: ``roundpipe_passive_hooks = ("on_train_batch_end",)``, or ``True`` for
   all, on a callback, a LightningModule, a LightningDataModule or a learning-rate scheduler. Passive hooks neither read
@@ -52,16 +52,19 @@ _OF_CALLBACKS = frozenset(n for n in vars(Callback) if n.startswith("on_") or n 
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
-_OF_MODULES = (*_TRANSFERS, "on_validation_model_zero_grad", "on_validation_model_eval")
-"""Hooks of modules that no callback's hook closely precedes."""
+_WAITS_AT = dict.fromkeys(
+    (*_TRANSFERS, "on_validation_model_zero_grad", "on_validation_model_eval"), "on_train_batch_end"
+)
+"""Hooks of modules that no callback's hook closely precedes, with the hook before them at which to wait."""
 
 _SCHEDULER = "lr_scheduler_step"
 
-PER_BATCH = frozenset({"on_train_batch_start", "on_train_batch_end", _SCHEDULER, *_OF_MODULES})
-"""Hooks in which waiting costs speed: if one of them looks, the step blocks. At all others `FlushOptimizer` waits, and
-there the update would have to finish soon anyway."""
+PER_BATCH = frozenset({"on_train_batch_start", "on_train_batch_end", _SCHEDULER, *_WAITS_AT})
+"""Hooks in which waiting costs speed. At other hooks the update would have to finish soon anyway."""
 
 _STAGES = ("on_sanity_check", "on_validation", "on_test", "on_predict")
+_ALWAYS = frozenset({f"{stage}_start" for stage in _STAGES})
+_ALWAYS |= {"on_train_epoch_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint"}
 
 _PASSIVE = {
     callbacks.TQDMProgressBar,
@@ -79,7 +82,7 @@ _PASSIVE = {
 }
 """Lightning's own callbacks whose hooks read neither weights nor optimizer state."""
 
-_NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_OF_MODULES, _SCHEDULER, "optimizer_step"})
+_NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WAITS_AT, _SCHEDULER, "optimizer_step"})
 """The names of all functions that the audit considers."""
 
 
@@ -171,8 +174,10 @@ def listening(
 def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     """Return the hooks between steps that may read or write weights or optimizer state, and the classes that have them.
 
-    Hooks within the step are not among them (see `needs_gradients`). Schedulers that are not torch's count as
-    ``lr_scheduler_step``.
+    Hooks within the step are not among them (see `needs_gradients`). `FlushOptimizer` waits just before the first
+    callback's hook, or at the one of `_WAITS_AT`. ``lr_scheduler_step`` runs right after the optimizer's step, with no
+    callback's hook between: the strategy must finish the update within its ``optimizer_step``. Schedulers that are not
+    torch's count here too.
 
     Returns:
         Hook names with the classes that look, such as ``{"on_train_batch_end": "callback WeightNorm, MyModule"}``.
@@ -181,7 +186,7 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str
     listeners += [(module, LightningModule, type(module).__name__)]
     found = {
         hook: [who for listener, base, who in listeners if _looks(listener, hook, base)]
-        for hook in (*sorted(_OF_CALLBACKS), *_OF_MODULES, _SCHEDULER)
+        for hook in (*sorted(_OF_CALLBACKS), *_WAITS_AT, _SCHEDULER)
     }
     for hook in _TRANSFERS if (data := getattr(trainer, "datamodule", None)) is not None else ():
         if _looks(data, hook, LightningDataModule):
@@ -276,7 +281,7 @@ class Settle:
 
 
 class FlushOptimizer(Callback):
-    """Finishes pending updates before the hooks of other callbacks and of modules, but those of each batch.
+    """Finishes pending updates before the hooks of other callbacks and of modules.
 
     It is the first of the trainer's callbacks, and modules' hooks run after those of callbacks. Lightning adds the
     module's callbacks before ``Strategy.setup``; the tuner inserts others for a while, and expects its own to be first
@@ -286,13 +291,15 @@ class FlushOptimizer(Callback):
     Args:
         settle: returns when no update is pending and each ``.grad`` is what plain training leaves after a step. It may
             raise the error of an update. It is called often, and may be reentered by a signal handler that saves.
+        hooks: those of ``looks_at_weights``. The callback always acts where evaluation, an epoch's end or a checkpoint
+            begins.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
+    def __init__(self, settle: Callable[[], None], hooks: Collection[str] = ()) -> None:
         self._settle = Settle(settle)
-        for hook in _OF_CALLBACKS - {"on_exception"}:
-            if "batch" not in hook:  # before a batch of an evaluation, nothing is pending
-                setattr(self, hook, self._settle)
+        points = {_WAITS_AT.get(hook, hook) for hook in hooks} - {_SCHEDULER, "on_exception"}
+        for hook in _ALWAYS | points:
+            setattr(self, hook, self._settle)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

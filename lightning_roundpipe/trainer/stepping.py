@@ -119,8 +119,8 @@ class Stepping:
         return self._engine.updates is not None
 
     def started(self) -> None:
-        """Start training: move ``FlushOptimizer`` before callbacks that were added since."""
-        self._settle.install(self._trainer)
+        """Start training: move ``FlushOptimizer`` before callbacks that were added since, and audit them."""
+        self._settle_for(looks_at_weights(self._trainer, self._module))
 
     def ended(self) -> None:
         """Finish pending updates at the end of training."""
@@ -156,7 +156,7 @@ class Stepping:
         if before is not None:
             if reason is None and not (self.asynchronous or self.starts_accumulation()):
                 return  # the gradients accumulated in .grad stay there until the step that uses them
-            self._settle.install(self._trainer)
+            self._settle_for(looks)
         self._listening = now
         options = self._engine.context.options
         form, device, staleness = options.optimizer_state, options.optimizer_device, options.staleness
@@ -236,6 +236,11 @@ class Stepping:
         if any(map(bytes_elsewhere, self._optimizers)):
             return None
         return f"the host has one for all parameters of {type(unwrapped(self._optimizers[0])).__name__}"
+
+    def _settle_for(self, looks: Mapping[str, str]) -> None:
+        self._settle.remove(self._trainer)
+        self._settle = FlushOptimizer(self._finish, looks)
+        self._settle.install(self._trainer)
 
     def refuse_late_hooks(self) -> None:
         """Check that nothing has come to need the gradients of the running batch, which the optimizer's thread takes.

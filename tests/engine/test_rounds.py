@@ -13,6 +13,7 @@ from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.emulated import EmulatedDevice, make_emulated
 from lightning_roundpipe.devices.queued import ThreadEvent
+from lightning_roundpipe.engine.context import make_context
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.updates import bucket_stepper
@@ -65,7 +66,7 @@ class Engined:
             self._batches = list(torch.randn(MICROBATCHES, 2, WIDTH))
         options = Options(layers=["Linear"], plan="static", staleness=staleness, watchdog_timeout=PATIENCE_S)
         devices = make_emulated([torch.device("cpu")] * 2, Emulation())
-        self.engine = Engine(self.module, devices, options, lambda text: None, Formats(None))
+        self.engine = Engine(make_context(self.module, devices, options, lambda text: None, Formats(None)))
         self._optimizer = FusedSGD(self.fuse, self.network.parameters(), lr=0.05, momentum=0.5)
         self.engine.enable_async_optimizer(lambda: self._optimizer)
 

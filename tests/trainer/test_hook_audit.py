@@ -23,7 +23,7 @@ QUIET = {
 }  # fmt: skip
 HOOKS = sorted(hook_audit._OF_CALLBACKS)
 WITHIN = hook_audit._WITHIN_THE_STEP
-EVERY = sorted({*HOOKS, *hook_audit._OF_MODULES, "lr_scheduler_step"})
+EVERY = sorted({*HOOKS, *hook_audit._WAITS_AT, "lr_scheduler_step"})
 
 
 class Plain(pl.LightningModule):
