@@ -79,7 +79,7 @@ def test_equals_lightnings(options, blocking):
     """Bit for bit, and the sums of a window within rounding."""
     expected = plain(**options)
     overflows = [any(not g.isfinite().all() for g in grads.values()) for grads in expected.grads]
-    assert overflows[0] and not all(overflows) and state(expected)["scale"] < TOO_LARGE
+    assert any(overflows) and not all(overflows)  # or what is compared were ordinary training
     result = train(blocking=blocking, **options)
     assert state(result) == state(expected)
     same = assert_same if "accumulate_grad_batches" in options else assert_identical

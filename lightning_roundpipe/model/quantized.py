@@ -301,7 +301,7 @@ def _states(module: nn.Module) -> Iterator[Any]:
         for weight in inner._parameters.values():
             if weight is None or not is_packed(weight):
                 continue
-            state: Any = weight.quant_state if hasattr(weight, "quant_state") else cast(Any, inner).state
+            state: Any = weight.quant_state if hasattr(weight, "quant_state") else getattr(inner, "state", None)
             while state is not None and id(state) not in seen:
                 seen.add(id(state))
                 yield state

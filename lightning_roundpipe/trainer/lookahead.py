@@ -21,9 +21,10 @@ These names of Lightning are private: ``_PrefetchDataFetcher``, ``_data_fetcher`
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -31,12 +32,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
-
-from lightning_roundpipe.trainer.hook_audit import Settle
 
 TRANSFER = "_on_before_batch_transfer"
 """Attribute of a module's instance that `transfer_once` sets."""
@@ -49,37 +47,53 @@ class TakenBatch:
         self.batch = batch
 
 
-class _WholeUpdates(TorchFunctionMode):
-    """Finishes pending updates before a torch function first takes a parameter [3]."""
+class WholeUpdates(TorchFunctionMode):
+    """Finishes pending updates before a torch function takes one of the model's weights [3].
 
-    def __init__(self, settle: Settle) -> None:
+    Args:
+        settle: finishes them.
+        masters: ids of the weights.
+    """
+
+    def __init__(self, settle: Callable[[], None], masters: Set[int]) -> None:
         super().__init__()
-        self._settle, self._settled = settle, False
+        self._settle, self._masters, self._process = settle, masters, os.getpid()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._settled and (_has_parameter(args) or _has_parameter(kwargs.values())):
-            self._settled = True
+        if self._takes_weight((*args, *kwargs.values())) and os.getpid() == self._process:  # no worker of a loader
             self._settle()
         return func(*args, **kwargs)
 
+    def _takes_weight(self, values: Iterable[Any]) -> bool:
+        masters = self._masters
+        return any(
+            id(v) in masters or (type(v) in (list, tuple) and not masters.isdisjoint(map(id, v))) for v in values
+        )
+
+    @override
+    def __reduce__(self) -> Any:
+        return nullcontext, ()  # copies of what holds it have no updates
+
     @override
     def __enter__(self) -> Self:
-        """Enter below all others: a generator of the loader may enter a mode, and leave it at a later batch."""
-        above = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
-        for mode in (self, *reversed(above)):
-            _push_on_torch_function_stack(mode)
+        """Enter below other modes: a generator of the loader may enter one, and leave it at a later batch."""
+        _push((self, *_popped()))
         return self
 
     @override
     def __exit__(self, *_: object) -> None:
-        *above, _ = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
-        for mode in reversed(above):
-            _push_on_torch_function_stack(mode)
+        _push([mode for mode in _popped() if mode is not self])
 
 
-def _has_parameter(values: Iterable[Any]) -> bool:
-    return any(isinstance(v, nn.Parameter) or (type(v) in (list, tuple) and _has_parameter(v)) for v in values)
+def _popped() -> list[Any]:
+    """Take all torch function modes off the stack, and return them from the lowest one up."""
+    return [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())][::-1]
+
+
+def _push(modes: Iterable[Any]) -> None:
+    for mode in modes:
+        _push_on_torch_function_stack(mode)
 
 
 class LookAhead(_PrefetchDataFetcher):
@@ -91,7 +105,7 @@ class LookAhead(_PrefetchDataFetcher):
         exhausted: whether the last batch has been fetched.
         error: what fetching the batch behind ``taken`` has raised. The loop gets it when it comes to that batch.
         waited_s: seconds of the main thread in the data loader, since the fetcher looks ahead.
-        settle: finishes pending updates of the optimizer; None if there are none.
+        whole: context in which batches are fetched.
     """
 
     taken: deque[tuple[tuple[TakenBatch, int, int], list[dict[str, Any]]]]
@@ -99,7 +113,7 @@ class LookAhead(_PrefetchDataFetcher):
     exhausted: bool
     error: Exception | None = None
     waited_s: float = 0.0
-    settle: Settle | None = None
+    whole: AbstractContextManager[Any] = nullcontext()
 
     @property
     def done(self) -> bool:
@@ -146,7 +160,7 @@ class LookAhead(_PrefetchDataFetcher):
     def _fetch(self) -> Any:
         began = time.perf_counter()
         try:
-            with nullcontext() if self.settle is None else _WholeUpdates(self.settle):
+            with self.whole:
                 return super().__next__(), CombinedLoader._state_dicts(self.combined_loader)
         finally:
             self.waited_s += time.perf_counter() - began

@@ -22,6 +22,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -33,8 +34,7 @@ from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine, WindowResult
-from lightning_roundpipe.trainer.hook_audit import Settle
-from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
+from lightning_roundpipe.trainer.lookahead import LookAhead, WholeUpdates, look_ahead
 
 
 class Window:
@@ -117,7 +117,8 @@ class Window:
             epoch.batch_progress = before
         self._trainer.should_stop = stopping
         if self._fetcher is not None:
-            self._fetcher.settle = Settle(engine.settle) if engine.updates is not None else None
+            masters = engine.model.bucket_of.keys()
+            self._fetcher.whole = WholeUpdates(engine.settle, masters) if engine.updates is not None else nullcontext()
         workers = len(engine.context.pool.workers)
         asked = options.num_microbatches or 1
         if self._begins_epoch and len(self._all[0]) < asked:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.param_buckets import ParamBucket
-from lightning_roundpipe.optim.narrow_gradient import AnyGradient, together, widened
+from lightning_roundpipe.optim.narrow_gradient import AnyGradient, NarrowGradient, together, widened
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.user_code.stand_ins import Proxies
 
@@ -163,7 +163,9 @@ class StepGradients:
         for total in sums:
             taken = total.take(self.scale, widen=widen)
             if not self.scale:  # the batch counts for nothing, and its gradients may be NaN
-                taken = {key: widened(gradient).zero_() for key, gradient in taken.items()}
+                for gradient in taken.values():
+                    for part in gradient.parts if isinstance(gradient, NarrowGradient) else (gradient,):
+                        part.zero_()
             for key in totals.keys() & taken.keys():
                 taken[key] = together(totals[key], taken[key])
             totals |= taken
