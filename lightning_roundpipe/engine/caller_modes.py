@@ -95,4 +95,4 @@ def _modes() -> list[Any]:
 
 def _flags() -> tuple[Any, ...]:
     """Return torch's process-wide flags."""
-    return torch.get_default_dtype(), torch._C._get_deterministic_algorithms()
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

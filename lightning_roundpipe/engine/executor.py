@@ -162,6 +162,10 @@ class LayerCall:
         """How often the microbatch has called the layer before."""
         return self.environment.seed[-1]
 
+    def place(self, phase: str, slot: Slot, device: Device) -> FaultPlace:
+        """Return the call's place, for errors."""
+        return FaultPlace(self.layer.title, phase, self.microbatch, slot, device)
+
     def as_traced(self) -> TracedCall:
         """Return the call as a trace has it."""
         return TracedCall(self.layer, self.use, self.is_taped)
@@ -173,11 +177,6 @@ class LayerCall:
         return around.thread_state.grad and (
             any(self.inputs.needs) or any(around.trained) or bool(self.layer.seen.borrows)
         )
-
-
-def noted_at(call: LayerCall, phase: str, slot: Slot, device: Device) -> noted:
-    """Return a context that adds the place of a call to errors."""
-    return noted(functools.partial(FaultPlace, call.layer.title, phase, call.microbatch, slot, device))
 
 
 @dataclass(slots=True)
@@ -554,7 +553,7 @@ class Executor:
         if mutated := call.inputs.mutated:
             inputs = [copy_alike(t) if i in mutated else t for i, t in enumerate(inputs)]
             device.track_until_freed([inputs[i] for i in mutated], INPUTS)
-        again = noted_at(call, "recomputation", slot, device)
+        again = noted(functools.partial(call.place, "recomputation", slot, device))
         with again, call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(
                 functools.partial(self._run, grad=True), call, slot, inputs, copy, "recompute", returning

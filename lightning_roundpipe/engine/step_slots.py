@@ -17,12 +17,13 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.activations import Activations
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.executor import Executor, LayerCall, noted_at
+from lightning_roundpipe.engine.executor import Executor, LayerCall
 from lightning_roundpipe.engine.slots import Slot, SlotGradients, StepSpec
 from lightning_roundpipe.engine.sync import Runner
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.engine.worker import Worker
+from lightning_roundpipe.faults.notes import add_note
 from lightning_roundpipe.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_tensor import HostTensor
@@ -159,10 +160,9 @@ class Turn:
         return turns.context.executors[slot.worker]
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        worker, call = self._worker, self._call
         try:
             if error is not None:
-                noted_at(call, self._phase, self._slot, worker.device).__exit__(kind, error, traceback)
+                add_note(error, self._call.place(self._phase, self._slot, self._worker.device))
             self._activated.__exit__(kind, error, traceback)
         finally:
             self._close()

@@ -66,14 +66,14 @@ class noted:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None and not isinstance(error, Cancelled):
+        if error is not None:
             add_note(error, self._place())
 
 
 def add_note(error: BaseException, place: FaultPlace) -> None:
-    # The place of the innermost context counts.
+    """Add the note that names ``place``, unless an inner context has added one."""
     placed = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
-    if placed:
+    if placed or isinstance(error, Cancelled):
         return
     error.add_note(f"{_MARK}{place}")
     if place.device:

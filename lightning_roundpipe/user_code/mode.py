@@ -174,7 +174,9 @@ class UserCodeMode(TorchFunctionMode):
 
     def written_by_data(self) -> list[nn.Parameter]:
         """Return the masters that were written to through their ``.data`` since the last call."""
-        return self._data.written()
+        if written := self._data.written():
+            self._data.forget_writes()
+        return written
 
     def _settle_buffers(self, value: Any) -> None:
         found = (self._buffers.awaits(leaf) for leaf in tree_iter(value) if isinstance(leaf, Tensor))

@@ -36,11 +36,11 @@ class WatchedTensors(Generic[T]):
         self._seen.append((label, counter, counter._version))
 
     def written(self) -> list[T]:
-        """Return the labels of those that were written to since the last call."""
-        found = [label for label, counter, version in self._seen if counter._version != version]
-        if found:
-            self._seen = [(label, counter, counter._version) for label, counter, _ in self._seen]
-        return found
+        """Return the labels of those that were written to since they were added, or since the last `forget_writes`."""
+        return [label for label, counter, version in self._seen if counter._version != version]
+
+    def forget_writes(self) -> None:
+        self._seen = [(label, counter, counter._version) for label, counter, _ in self._seen]
 
 
 _CONVERSIONS = {
