@@ -16,10 +16,12 @@ from lightning_roundpipe.devices.errors import StreamError
 from lightning_roundpipe.memory import grad_buffers
 from lightning_roundpipe.memory.dtypes import Formats
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums, GradientMemory, HostGradSums, Reduction
-from lightning_roundpipe.memory.host_layer import host_layers
-from lightning_roundpipe.optim.narrow_gradient import widened
+from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
+from lightning_roundpipe.optim.narrow_gradient import NarrowGradient, widened
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.updates.grad_readiness import GradReadiness
+from lightning_roundpipe.updates.loss_handle import StepGradients
 
 
 @pytest.fixture
@@ -245,3 +247,21 @@ def test_a_download_that_cannot_begin_ends_the_wait_for_the_sum(device, reductio
     assert [str(error) for error in failed] == ["no such memory"]
     with pytest.raises(StreamError, match="no such memory"):
         host.wait()
+
+
+@pytest.mark.parametrize("widen", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_batch_that_counts_for_nothing_gives_zeros(device, reduction, narrow, widen):
+    """Also where its gradients are NaN, as those of a machine whose batches have no samples."""
+    layer = _layer(device, torch.zeros(3))
+    host = _begins(layer, device, reduction if narrow else Reduction(None, reduction.thread))()
+    host.make_room(CancelScope())
+    source = torch.full((host.layout.travel_nbytes,), 255, dtype=torch.uint8)  # NaN
+    host.overwrite(device.gradients_down, source, [True])
+    _, bucket = make_buckets([layer], layer.masters, Formats())
+    batch = StepGradients([host], [], 0.0, GradReadiness([bucket]))
+    batch.losses([(torch.ones(()), True)])
+    batch.differentiated(1.0)
+    [gradient] = batch.take(bucket, widen=widen).values()
+    assert isinstance(gradient, NarrowGradient) == (narrow and not widen)
+    assert torch.equal(widened(gradient), torch.zeros(3))
