@@ -42,9 +42,9 @@ from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.user_code.bypassed_gradients import Borrowing, Lender
 
 T = TypeVar("T")
-LONG_S = 3e-4
-"""Seconds of a layer's code from which on others run meanwhile: to hand the baton over and back takes some tens of
-microseconds."""
+LONG_S = 2e-3
+"""Seconds of a layer's code from which on others run meanwhile. Threads of shorter layers lose more time by passing the
+interpreter to each other, operation by operation, than they gain."""
 
 
 class GradientSender(TaskThread):
