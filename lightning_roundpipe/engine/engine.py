@@ -119,16 +119,15 @@ class Engine:
         )  # fmt: skip
         step = Step(context, spec, before)
         self._set_up()
-        keeps = step.spec.plan is not None or not context.options.overlap or context.learned.in_order
-        context.gradients.pool.begin_window(keeps=keeps)
+        context.gradients.pool.begin_window(keeps=not spec.measures)
         runs: list[Microbatch] = []
         try:
             with self._failing(step):
-                with context.user.intercepted(step.spec.scope.fail):
+                with context.user.intercepted(spec.scope.fail):
                     context.attributes.begin()
                     context.shared.begin()
                     try:
-                        step.run(functions, in_order=step.spec.plan is None or not context.options.overlap)
+                        step.run(functions, in_order=plan is None or not context.options.overlap)
                     finally:
                         runs = step.microbatches
                 before, self._step_in_flight = self._step_in_flight, step
@@ -151,7 +150,7 @@ class Engine:
                 raise
             return result
         finally:
-            if not (step.spec.overlaps and step.gradients is not None):
+            if not (overlaps and step.gradients is not None):
                 self._drain()
         return result
 

@@ -236,7 +236,7 @@ class Turns:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def of(self, call: LayerCall, phase: Phase) -> Slot:
+    def slot_of(self, call: LayerCall, phase: Phase) -> Slot:
         """Return the slot of a call's forward or backward: that of the plan, or one for this call alone."""
         if call.planned and call.layer.index not in self.outside:
             planned = self.slots.planned(call.index, phase, self.round)
