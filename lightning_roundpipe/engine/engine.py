@@ -118,7 +118,7 @@ class Engine:
             measures=plan is None and context.options.overlap and not context.learned.in_order,
         )  # fmt: skip
         step = Step(context, spec, before)
-        self._set_up()
+        self._enter_settings()
         context.gradients.pool.begin_window(keeps=not spec.measures)
         runs: list[Microbatch] = []
         try:
@@ -164,7 +164,7 @@ class Engine:
         self._prepare(zero_grad=False)
         context = self.context
         step = ManualStep(context, seed, self.updates)
-        self._set_up()
+        self._enter_settings()
         context.gradients.pool.begin_window(keeps=True)
         try:
             with self._failing(step), context.user.intercepted(step.spec.scope.fail):
@@ -320,8 +320,8 @@ class Engine:
             self.reports.finished(step)
         step.release()
 
-    def _set_up(self) -> None:
-        """Enter the settings that hold until no step is in flight."""
+    def _enter_settings(self) -> None:
+        """Enter what holds until no step is in flight: the devices' settings, and those of the user's module."""
         devices = self.context.pool.devices
         for device in devices:
             device.follow_caller()

@@ -62,7 +62,7 @@ class LayerCalls:
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call on a worker, between two sections of user code."""
         sections, turns = self.sections, self.turns
-        if layer.seen.sets_attributes and (slot := turns.coming(layer)) is not None:
+        if layer.seen.sets_attributes and (slot := turns.next_slot_of(layer)) is not None:
             sections.exit()
             turns.acquire(slot)  # within its turn, it finds what the call of the microbatch before has set
             sections.enter(sections.number)

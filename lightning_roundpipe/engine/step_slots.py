@@ -255,7 +255,7 @@ class Turns:
         call.slot.worker = worker
         return call.slot
 
-    def coming(self, layer: HostLayer) -> Slot | None:
+    def next_slot_of(self, layer: HostLayer) -> Slot | None:
         """Return the slot of the next planned call of ``layer``, if its turn is still to come."""
         calls = self.slots.trace.calls if self.slots.trace is not None and layer.index not in self.outside else []
         call = next((i for i in range(self.next, len(calls)) if calls[i].layer is layer), None)
