@@ -109,7 +109,7 @@ def make_context(
         found = layers_that_fit(module, options, devices, formats, fitting=fitting)
         model = HostModel(module, found.layers, devices[0], formats, double_buffered=bool(options.staleness))
     hints = Hints(inform)
-    hints.of_cuts(found)
+    hints.of_cuts(found, fitting=fitting)
     pool = Pool(
         devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
         elsewhere=peers.liveness.says if peers is not None else str,

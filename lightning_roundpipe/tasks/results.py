@@ -105,10 +105,7 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
     changed.add_row("validation loss", _number(before, 4), _number(after, 4))
     changed.add_row("perplexity", *(_number(None if loss is None else math.exp(loss)) for loss in (before, after)))
     if prompt is not None:
-        # Text objects, because a model's output may look like rich's markup.
-        changed.add_row(
-            Text(prompt), Text(summary["completion_before"].strip()), Text(summary["completion_after"].strip())
-        )
+        changed.add_row(Text(prompt), _shown(summary["completion_before"]), _shown(summary["completion_after"]))
     console.print(changed)
     cost = Table("", "", title="What it cost", title_justify="left", show_header=False)
     as_it_ran, in_replay = "{:.1f} %", "{:.1f} %, the same times on devices of their own"
@@ -128,6 +125,11 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
         if summary[key] is not None:
             cost.add_row(label, show(summary[key]))
     console.print(cost)
+
+
+def _shown(completion: str) -> Text:
+    """Return what a model has written, which may look like rich's markup, without control characters."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in completion.strip()))
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -126,7 +126,7 @@ class AsyncOptimizer:
         )  # fmt: skip
         self._post(lambda: self.stepper.run(step))
         if is_first:
-            self._rest()
+            self._wait_until_idle()
 
     @property
     def begun(self) -> bool:
@@ -156,7 +156,7 @@ class AsyncOptimizer:
         """
         if not within_window:
             self._accumulate()
-        self._rest()
+        self._wait_until_idle()
         self._raise_error()
 
     def drop(self, error: BaseException) -> None:
@@ -167,7 +167,7 @@ class AsyncOptimizer:
         window, self._window = self._window, None
         if window is not None:
             window.release()
-        self._rest()
+        self._wait_until_idle()
         if self._error is error:  # an update has failed the step, which raises it
             self._error = None
         if self.torn:
@@ -206,7 +206,8 @@ class AsyncOptimizer:
             return None
         return window
 
-    def _rest(self) -> None:
+    def _wait_until_idle(self) -> None:
+        """Wait until the thread has done all that was submitted."""
         waiter = self._thread.submit(lambda: None).waiter
         while not waiter.wait_for(LOOK):
             if not self._thread.alive:
