@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -251,7 +252,7 @@ class RoundPipeStrategy(SeveralMachines):
 
     def _set_up(self, trainer: Trainer, *, again: bool = False) -> None:
         """Set up the engine. ``again``: during a run, keeping the optimizers."""
-        before = self._fit if again else None
+        carried = self._fit.carried() if again and self._fit is not None else None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_launch(self.world_size, self.num_nodes, self.cluster_environment)
@@ -276,7 +277,7 @@ class RoundPipeStrategy(SeveralMachines):
             if not again:
                 self.setup_optimizers(trainer)
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
-            self._fit = Fit(trainer, module, self.optimizers, self._engine, self._precision, before)
+            self._fit = Fit(trainer, module, self.optimizers, self._engine, self._precision, carried)
         self.setup_precision_plugin()
 
     def _shared_settings(self) -> dict[str, Any]:
@@ -319,6 +320,7 @@ class RoundPipeStrategy(SeveralMachines):
             self._fit.stepping.refuse_open_window()
         self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
         strays = [(p, p.data) for layer in engine.model.layers for flat in layer.weights.flats for p in flat.strays()]
+        del engine  # or its memory would stay until the new one is set up
         self._set_up(module.trainer, again=True)
         for parameter, memory in strays:
             if parameter.dtype is memory.dtype:
@@ -336,6 +338,7 @@ class RoundPipeStrategy(SeveralMachines):
     def _start_engine(self, module: LightningModule, *, fitting: bool) -> None:
         if self._engine is not None:
             self._stop_engine()
+            gc.collect()  # its copy of the weights is in cycles: there would be two, and `unwalked_objects` keeps them
         assert self.parallel_devices
         kind = refuse_accelerator(self.root_device.type)
         refuse_scripted(module, kind)
@@ -449,8 +452,8 @@ class RoundPipeStrategy(SeveralMachines):
         step = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._fit is None:
             return step()
-        module, _ = self._running()
-        if module.automatic_optimization and self._fit.between_windows:
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization and self._fit.between_windows:
             self._renew_if_replaced()  # its only batch's training_step runs within the optimizer's step
         former = {key for key, known in self._former.items() if known() is not None}  # these get no gradients
         refuse_foreign_parameters([optimizer], self._running()[1].model.bucket_of.keys() | former)

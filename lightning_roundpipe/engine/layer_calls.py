@@ -238,7 +238,7 @@ class Tape(LayerCalls):
                 for hook in list(hooks.values()):
                     changed = hook(total)
                     total = total if changed is None else changed
-            home.track_until_freed([total], GRADIENTS)
+            home.track([total], GRADIENTS)
             gradients.parts[index] = (Part(total, home, None),)
 
     def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:

@@ -35,7 +35,7 @@ class Fit:
         trainer, module, optimizers: those of the run.
         engine: runs the windows.
         precision: the strategy's plugin.
-        before: the fit until user code has replaced parts of the model. Its seed and counts go on.
+        carried: of the fit until user code replaced parts of the model, what `carried` returned.
 
     Attributes:
         stepping: how the optimizer is stepped.
@@ -49,12 +49,10 @@ class Fit:
         optimizers: Sequence[Optimizer],
         engine: Engine,
         precision: RoundPipePrecision,
-        before: Fit | None = None,
+        carried: tuple[int, int] | None = None,
     ) -> None:
         self._trainer, self._module, self._engine, self._precision = trainer, module, engine, precision
-        self._seed: int = torch.initial_seed() if before is None else before._seed
-        if before is not None:
-            engine.reports.weights_uploaded = before._engine.reports.weights_uploaded
+        self._seed, engine.reports.weights_uploaded = carried or (torch.initial_seed(), 0)
         self._window: Window | None = None
         self.announcements = Announcements(trainer, module, engine, str(precision.precision), rank_zero_info)
         self.stepping = Stepping(trainer, module, optimizers, engine, rank_zero_info)
@@ -62,6 +60,10 @@ class Fit:
         engine.planner.clips = functools.partial(_clips_by_norm, trainer)
         engine.within_window = self.stepping.is_within_window
         precision.after_backward = None if engine.context.exchange is None else self._sum_gradients
+
+    def carried(self) -> tuple[int, int]:
+        """Return what goes on where the run is set up again: the seed, and the bytes of weights uploaded so far."""
+        return self._seed, self._engine.reports.weights_uploaded
 
     @property
     def between_windows(self) -> bool:

@@ -2,13 +2,16 @@
 
 import gc
 import sys
+import weakref
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import zoo
 from harness import ours, run
 
 from lightning_roundpipe.devices.interpreter import quick_switches
+from lightning_roundpipe.engine.context import make_context
 
 USUAL = 0.005
 
@@ -47,6 +50,31 @@ def test_what_was_there_before_a_run_is_not_walked_through_in_it():
     run(ours(num_microbatches=2), Looking(zoo.MLP()), zoo.make_batches("mlp", 2), devices=2)
     assert len(seen) == 2 and all(seen)
     assert not gc.get_freeze_count()
+
+
+@pytest.mark.usefixtures("thawed")
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
+def test_an_engine_is_freed_before_it_is_set_up_again(hook, monkeypatch):
+    """It has cycles and a copy of the weights, and would be among the objects that are left out of collection."""
+    engines = []
+
+    def made(*args, **kwargs):
+        assert all(engine() is None for engine in engines)
+        return make_context(*args, **kwargs)
+
+    class Replacing(zoo.PlainClassifier):
+        def replace(self, *_):
+            if not engines:
+                engines.append(weakref.ref(self.trainer.strategy._engine))
+                self.model.head = torch.nn.Linear(self.model.head.in_features, self.model.head.out_features)
+                self.trainer.optimizers = [zoo.modules.sgd(self.parameters())]
+
+        def on_train_batch_end(self, *_):
+            assert engines[0]() is None
+
+    setattr(Replacing, hook, Replacing.replace)
+    monkeypatch.setattr("lightning_roundpipe.strategy.make_context", made)
+    run(ours(), Replacing(zoo.MLP()), zoo.make_batches("mlp", 2), devices=2)
 
 
 class Looks(pl.Callback):
