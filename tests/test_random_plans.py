@@ -129,4 +129,4 @@ def test_two_thousand_plans(part, monkeypatch):
         found, used = trained(batches, plans, microbatches, devices, staleness=staleness, **hard)
         assert used == WINDOWS - 1
         for name, value in expected.state_dict().items():
-            assert torch.equal(value, found.state_dict()[name]), f"{name} of fit {number}, of {plans}"
+            assert torch.equal(value, found.state_dict()[name]), f"{name} of fit {number}"
