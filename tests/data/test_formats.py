@@ -17,32 +17,16 @@ TURNS = (
     "<begin> <system> b e <turn> Ċ <user> the <turn> Ċ <assistant> [ab] [<turn>] [Ċ] "
     "<user> Ġb <turn> Ċ <assistant> [e] [<turn>] [Ċ]"
 )
+MESSAGES = [("system", "be"), ("user", "the"), ("assistant", "ab"), ("user", " b"), ("assistant", "e")]
+SHAREGPT = ("system", "human", "gpt", "user", "assistant")
+"""Its own names of who speaks, or the usual ones."""
 RECORDS = {
     "text": ({"text": "the ab"}, "[the] [Ġ] [ab] [<end>]"),
     "completion": ({"prompt": "the", "completion": " be"}, "the [Ġbe] [<end>]"),
     "instruction": ({"instruction": "the", "input": "ab", "output": "be"}, CHATTED),
-    "messages": (
-        {
-            "messages": [
-                {"role": "system", "content": "be"},
-                {"role": "user", "content": "the"},
-                {"role": "assistant", "content": "ab"},
-                {"role": "user", "content": " b"},
-                {"role": "assistant", "content": "e"},
-            ]
-        },
-        TURNS,
-    ),
+    "messages": ({"messages": [{"role": role, "content": text} for role, text in MESSAGES]}, TURNS),
     "conversations": (
-        {
-            "conversations": [
-                {"from": "system", "value": "be"},
-                {"from": "human", "value": "the"},
-                {"from": "gpt", "value": "ab"},
-                {"from": "user", "value": " b"},
-                {"from": "assistant", "value": "e"},
-            ]
-        },
+        {"conversations": [{"from": name, "value": m[1]} for name, m in zip(SHAREGPT, MESSAGES, strict=True)]},
         TURNS,
     ),
 }

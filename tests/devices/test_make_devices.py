@@ -10,10 +10,6 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import make_devices
 
 
-def test_devices_are_numbered(make_all):
-    assert [device.index for device in make_all(3)] == [0, 1, 2]
-
-
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"no GPU 0, torch sees 0 CUDA.*accelerator='cpu'"):

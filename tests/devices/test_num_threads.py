@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,59 +14,40 @@ from harness import ours, run
 from lightning_roundpipe.devices import intraop_threads
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
+TESTS = Path(__file__).parents[1]
 BITS = """
-import hashlib, sys
-import lightning.pytorch as pl
 import torch
+from harness import Chain, assert_identical, ours, run
 from torch import nn
-from lightning_roundpipe import RoundPipeStrategy
-
-torch.set_num_threads(1)
 
 
-class Module(pl.LightningModule):
+class Mixed(Chain):
     def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(4))
+        super().__init__(nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(4))
         self.mix = nn.Parameter(torch.randn(300, 300) / 17)
 
-    def training_step(self, batch, batch_idx):
-        h = batch @ self.mix
-        for layer in self.layers:
-            h = torch.tanh(layer(h))
-        return h.square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def loss(self, batch):
+        return super().loss(batch @ self.mix)
 
 
-def bits(strategy, devices):
-    torch.manual_seed(0)
-    module = Module()
-    data = torch.utils.data.DataLoader(torch.randn(256, 300), batch_size=128)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )
-    trainer.fit(module, data, data)
-    told = [*module.parameters(), trainer.callback_metrics["loss"]]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in told)).hexdigest()
-
-
+torch.set_num_threads(1)
+module, batches = Mixed(), list(torch.randn(2, 128, 300))
 for count in (1, 4):
-    one, two, three = (bits(RoundPipeStrategy(num_microbatches=count), devices) for devices in (1, 2, 3))
-    assert one == two == three, count
-    assert count > 1 or one == bits("auto", 1), "plain training has other bits"
+    first, *others = (
+        run(ours(num_microbatches=count, layers=["Sequential"]), module, batches, devices=devices, val_batches=batches)
+        for devices in (1, 2, 3)
+    )
+    if count == 1:
+        others.append(run("auto", module, batches, val_batches=batches))
+    for other in others:
+        assert_identical(first, other)
 """
 
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_number_of_devices():
     """With one thread for torch, and more for OpenMP, which a new thread would take for its first product."""
-    environment = os.environ | {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(TESTS)}
     subprocess.run([sys.executable, "-c", BITS], env=environment, check=True, capture_output=True, text=True)
 
 

@@ -1,9 +1,7 @@
 """A wake is not missed, whenever it comes."""
 
-import threading
-
 import pytest
-from patience import PATIENCE_S
+from patience import PATIENCE_S, join, start
 
 from lightning_roundpipe.devices.waiter import Waiter
 
@@ -21,10 +19,4 @@ def wait_twice(waiter, seconds):
 def test_wakes_and_waits_in_any_order(wakes, seconds):
     for _ in range(200):
         waiter = Waiter()
-        threads = [threading.Thread(target=wait_twice, args=(waiter, seconds), daemon=True)]
-        threads += [threading.Thread(target=waiter.wake) for _ in range(wakes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
+        join(start(lambda waiter=waiter: wait_twice(waiter, seconds), *[waiter.wake] * wakes))

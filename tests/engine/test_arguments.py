@@ -52,9 +52,3 @@ def test_objects_that_are_their_attributes_are_copied(value):
 def test_all_other_objects_go_in_as_they_are(value):
     [same] = Arguments((value,), {}, {}).build([]).args
     assert same is value
-
-
-def test_tensors_in_an_object_of_torch_are_arguments():
-    normal = Normal(torch.zeros(2), torch.ones(2))
-    arguments = Arguments((normal,), {}, {})
-    assert {id(normal.loc), id(normal.scale)} <= set(map(id, arguments.tensors))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import Learner, ours, run
+from harness import Chain, ours, run
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
@@ -50,21 +50,9 @@ class Slow(nn.Module):
         return torch.tanh(made[:4])
 
 
-class Module(Learner, lr=0.001):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Slow() for _ in range(9))
-
-    def training_step(self, batch, batch_idx):
-        h = batch
-        for layer in self.layers:
-            h = layer(h)
-        return h.mean()
-
-
 def fit(bandwidth):
     strategy = ours(num_microbatches=4, layers=["Slow"], carry_products=True, emulation={"bandwidth": bandwidth})
-    return run(strategy, Module(), torch.ones(4, 4), steps=4, devices=2, watch=False).report
+    return run(strategy, Chain(Slow() for _ in range(9)), torch.ones(4, 4), steps=4, devices=2, watch=False).report
 
 
 def test_a_fast_link_carries_and_is_faster_than_any_recomputation():

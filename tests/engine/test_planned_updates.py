@@ -1,26 +1,15 @@
 """The run's own plan counts updates as they will be: what they wait for, and the bytes that they touch."""
 
-import functools
-
 import pytest
 import torch
-from harness import Learner, ours, run
+from harness import Chain, ours, run
 from torch import nn
 
 from lightning_roundpipe.engine import planner
 
 
-class Net(Learner):
-    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def loss(self, batch):
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch.square().mean()
+class Net(Chain, optimizer=torch.optim.AdamW, lr=0.01):
+    """Three layers."""
 
 
 @pytest.mark.parametrize(
@@ -40,7 +29,14 @@ class Net(Learner):
 def test_rules_of_updates(monkeypatch, given, options, at_once, nbytes):
     seen, rules = [], planner.rules_of
     monkeypatch.setattr(planner, "rules_of", lambda *args, **kinds: seen.append(rules(*args, **kinds)) or seen[-1])
-    run(ours(num_microbatches=2, **options), Net(), torch.ones(4, 4), devices=2, steps=1, **given)
+    run(
+        ours(num_microbatches=2, **options),
+        Net(nn.Linear(4, 4) for _ in range(3)),
+        torch.ones(4, 4),
+        devices=2,
+        steps=1,
+        **given,
+    )
     [found] = seen
     assert (found.updates.at_once, found.updates.blocking) == (at_once, "blocking" in given)
     assert found.sums_per_s / found.updates.bytes_per_s == pytest.approx(nbytes / 12)

@@ -2,14 +2,8 @@
 
 import fake_cuda
 import harness
-import pytest
 import zoo
 from harness import ours, run
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    return fake_cuda.trainers_on_gpus(monkeypatch)
 
 
 class RetriesIn(zoo.PlainClassifier):
@@ -24,7 +18,8 @@ class RetriesIn(zoo.PlainClassifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_retries_of_a_step_are_reported_with_the_remedy(gpus):
+def test_retries_of_a_step_are_reported_with_the_remedy(monkeypatch):
+    fake_cuda.trainers_on_gpus(monkeypatch)
     used = ours(num_microbatches=2, plan=harness.single(6, 2))
     report = run(used, RetriesIn(5, 8), zoo.make_batches("mlp", 9), devices=2, watch=False).report
     assert report is not None

@@ -2,36 +2,15 @@
 
 import functools
 import random
-import threading
 import time
 
 import pytest
-from patience import PATIENCE_S
+from patience import PATIENCE_S, join, start
 
 from lightning_roundpipe.engine.slots import Slot, SlotGradients, TicketQueue
 from lightning_roundpipe.engine.sync import Baton, Cancelled, CancelScope, GivenUp, Runner, Signal
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
-
-
-def together(functions):
-    """Run each on a thread of its own, and raise the first error of one."""
-    errors = []
-
-    def guarded(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=[function], daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 class Alone:
@@ -74,7 +53,7 @@ def test_one_at_a_time_and_no_wake_up_is_lost(seed):
         baton.release()
 
     pauses = [random.Random(draw.random()) for _ in range(count)]
-    together([lambda n=n: run(n, pauses[n]) for n in range(count)])
+    join(start(*(lambda n=n: run(n, pauses[n]) for n in range(count))))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -110,7 +89,7 @@ def test_a_failure_ends_every_wait(seed):
 
     pauses = [draw.random() * 3e-3 for _ in range(7)]
     runs = [lambda n=n: run(n, pauses[n]) for n in range(5)]
-    together([*runs, lambda: fail(pauses[5]), lambda: set_some(pauses[6])])
+    join(start(*runs, lambda: fail(pauses[5]), lambda: set_some(pauses[6])))
     assert sorted(cancelled) == list(range(5))
     baton.acquire(Runner(CancelScope()))  # nobody has kept it
 
@@ -162,5 +141,5 @@ def test_a_microbatch_goes_on_while_its_turns_have_come():
         baton.release()
 
     baton.acquire(Runner(scope))
-    together([begin, *(functools.partial(run, microbatch) for microbatch in range(3))])
+    join(start(begin, *(functools.partial(run, microbatch) for microbatch in range(3))))
     assert order == [(m, s) for stages in (range(3), range(3, 6)) for m in range(3) for s in stages]

@@ -9,20 +9,10 @@ from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.updates import adamw_bytes
 
 MACHINE = Hardware(
-    title="two",
-    workers=2,
-    flops={"bf16": 1.0},
-    memory=10_000,
-    memory_bandwidth=1000.0,
-    memory_efficiency=0.5,
-    upload=100.0,
-    download=80.0,
-    host_memory=10**9,
-    host_memory_bandwidth=1e6,
-    matmul_efficiency=1.0,
-    kernel_s=0.0,
+    title="two", workers=2, flops={"bf16": 1.0}, memory=10_000, memory_bandwidth=1000.0, memory_efficiency=0.5,
+    upload=100.0, download=80.0, host_memory=10**9, host_memory_bandwidth=1e6, matmul_efficiency=1.0, kernel_s=0.0,
     hop_s=0.0,
-)
+)  # fmt: skip
 TRAINED = 100
 PARAMETERS = Parameters(TRAINED, 0, 2)
 UPDATE_S = adamw_bytes() * TRAINED / 500

@@ -11,9 +11,9 @@ from lightning_roundpipe.estimates.packing import pack
 bnb = pytest.importorskip("bitsandbytes")
 
 
-def counted(layer, rows=8):
+def counted(layer):
     """A forward of `layer` with data, and its backward if it can."""
-    states = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
+    states = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
     with Counter(read_machine("rtx4090x8")) as counter:
         out = layer(states)
         if layer.training:

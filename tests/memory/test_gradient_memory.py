@@ -36,19 +36,15 @@ LAYERS = 12
 class Module(Learner, lr=0.01):
     """Layers of one size, of which the last is never called and the first is frozen."""
 
-    def __init__(self, *, manual=False):
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS + 2))
         self.layers[0].requires_grad_(requires_grad=False)
-        self.automatic_optimization = not manual
 
-    def training_step(self, batch, batch_idx):
+    def loss(self, batch):
         for layer in self.layers[:-1]:
             batch = torch.tanh(layer(batch))
-        loss = batch.square().mean()
-        if not self.automatic_optimization:
-            self.manual_backward(loss)
-        return loss
+        return batch.square().mean()
 
     def validation_step(self, batch, batch_idx):
         self.layers[1](batch)
@@ -96,16 +92,9 @@ class Asked(pl.Callback):
 
 
 def fit(asked, module, *callbacks, **options):
-    settings = {"num_microbatches": 2 if module.automatic_optimization else 1, "layers": ["Linear"]}
-    used = ours(**settings, **options.pop("strategy", {}))
-    run(
-        used,
-        module,
-        list(torch.randn(5, 4, SIZE, generator=torch.Generator().manual_seed(1))),
-        callbacks=[asked, *callbacks],
-        watch=False,
-        **options,
-    )
+    used = ours(num_microbatches=2, layers=["Linear"], **options.pop("strategy", {}))
+    batches = list(torch.randn(5, 4, SIZE, generator=torch.Generator().manual_seed(1)))
+    run(used, module, batches, callbacks=[asked, *callbacks], watch=False, **options)
 
 
 @pytest.fixture

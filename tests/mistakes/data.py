@@ -13,7 +13,6 @@ from mistakes.commands import command
 from mistakes.user import Mistake
 
 QUESTION = {"prompt": "what?", "completion": "that"}
-USER = {"role": "user", "content": "what?"}
 
 
 def _reading(*records, name="a.jsonl", **settings):

@@ -25,21 +25,18 @@ def _cut(share):
     return way
 
 
-def _written(content):
+def _other(write):
+    """The mistake of going on from a file that ``write`` has written."""
+
     def way(user):
-        path = user.folder / "other.ckpt"
-        path.write_bytes(content)
+        write(path := user.folder / "other.ckpt")
         user.fit(ckpt_path=path)
 
     return way
 
 
 def _saved(value):
-    def way(user):
-        torch.save(value(), user.folder / "other.ckpt")
-        user.fit(ckpt_path=user.folder / "other.ckpt")
-
-    return way
+    return _other(lambda path: torch.save(value(), path))
 
 
 def _changed(change):
@@ -71,7 +68,7 @@ CHECKPOINTS = [
     Mistake(SECTION, "a checkpoint that is empty, cut short, or another kind of file",
         "ckpt_path='…' (… bytes) cannot be read as a checkpoint",
         "If saving or copying it was interrupted it is cut short: copy it again, or go on from an earlier one",
-        (*(_cut(share) for share in (0.0, 0.5)), _written(b"dear diary"))),
+        (*(_cut(share) for share in (0.0, 0.5)), _other(lambda path: path.write_bytes(b"dear diary")))),
     Mistake(SECTION, "a folder", "ckpt_path='…' is a folder, as strategies with sharded checkpoints write it",
         "Convert it first (Lightning's consolidate_checkpoint)", (lambda user: user.fit(ckpt_path=user.folder),)),
     Mistake(SECTION, "a file that Lightning did not write", "ckpt_path='…' is not a Lightning checkpoint: it lacks '…'",
@@ -134,8 +131,8 @@ def _one_file(user):
     return from_config("llama", weights=user.folder / "model.safetensors", **LLAMA)
 
 
-def _without_configuration(change=_nothing):
-    return lambda folder: (change(folder), (folder / "config.json").unlink())
+def _without_configuration(folder):
+    (folder / "config.json").unlink()
 
 
 def _shorten(name, length):
@@ -223,7 +220,7 @@ MODELS = [
         "Name one that holds a Hugging Face model", (lambda user: from_folder(user.folder / "nowhere"),)),
     Mistake(SECTION, "`model.folder` without a model", "model.folder='…' holds no …",
         "Name the folder that save_pretrained() wrote",
-        (lambda user: from_folder(user.folder), _folder(lambda folder: (folder / "config.json").unlink()))),
+        (lambda user: from_folder(user.folder), _folder(_without_configuration))),
     Mistake(SECTION, "`model.folder` with files that are missing, empty, cut short or broken",
         "model.folder='…': … cannot be read", "repair: copy or download the folder again",
         (
@@ -264,7 +261,7 @@ MODELS = [
         )),
     Mistake(SECTION, "`model.weights` without a configuration, which do not fit",
         "model.weights='…': … cannot be read: ValueError: …", "repair: copy or download the folder again",
-        (_weights(_without_configuration(), num_hidden_layers=1), _weights(_without_configuration(), hidden_size=32))),
+        (_weights(_without_configuration, num_hidden_layers=1), _weights(_without_configuration, hidden_size=32))),
     Mistake(SECTION, "`model.dtype` that is no format for weights", "model.dtype='…' must be",
         "one of auto, float32, bfloat16, float16",
         (lambda user: from_config("llama", dtype="int8", **LLAMA), _folder(_nothing, dtype="float64"))),

@@ -250,21 +250,6 @@ def _unfrozen(block, h):
     return type(block).forward(block, h)
 
 
-def _quantised(change):
-    """The mistake of training an MLP whose output layer is in four bits, after this change of its weight."""
-
-    def way(user):
-        nn4 = pytest.importorskip("bitsandbytes.nn")
-        module = zoo.make_module("mlp")
-        width = module.model.head.in_features
-        head = nn4.Linear4bit(width, module.model.head.out_features, compute_dtype=torch.float32, quant_type="nf4")
-        module.model.head = head.requires_grad_(False).to("cpu")
-        change(module.model.head)
-        user.fit(module)
-
-    return way
-
-
 def _of_torchao(user):
     quantization = pytest.importorskip("torchao.quantization")
     module = zoo.make_module("mlp")

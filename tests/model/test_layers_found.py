@@ -36,24 +36,12 @@ def assert_nothing_twice(root):
 
 HUGGING_FACE = {
     "llama": ["model.embed_tokens", *(f"model.layers.{i}" for i in range(zoo.BLOCKS)), "model.norm", "lm_head"],
-    "gpt2": [
-        "transformer.wte",
-        "transformer.wpe",
-        *(f"transformer.h.{i}" for i in range(zoo.BLOCKS)),
-        "transformer.ln_f",
-        "lm_head",
-    ],
+    "gpt2": [*(f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "h.2", "ln_f")), "lm_head"],
     "bert": ["bert.embeddings", *(f"bert.encoder.layer.{i}" for i in range(zoo.BLOCKS)), "bert.pooler", "classifier"],
     "t5": [
-        "shared",
-        "encoder.embed_tokens",  # modules of their own that hold the shared weight
-        "encoder.block.0",
-        "encoder.block.1",
-        "encoder.final_layer_norm",
-        "decoder.embed_tokens",
-        "decoder.block.0",
-        "decoder.block.1",
-        "decoder.final_layer_norm",
+        "shared",  # which both embeddings, modules of their own, hold
+        *(f"encoder.{name}" for name in ("embed_tokens", "block.0", "block.1", "final_layer_norm")),
+        *(f"decoder.{name}" for name in ("embed_tokens", "block.0", "block.1", "final_layer_norm")),
         "lm_head",
     ],
 }

@@ -39,15 +39,16 @@ def write_gguf(path):
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("letters")
-    writer.add_context_length(64)
-    writer.add_embedding_length(16)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(32)
+    sizes = {
+        "context_length": 64,
+        "embedding_length": 16,
+        "block_count": 1,
+        "feed_forward_length": 32,
+        "vocab_size": 32,
+    }
+    heads = {"head_count": 2, "head_count_kv": 1, "rope_dimension_count": 8, "layer_norm_rms_eps": 1e-5}
+    for name, value in (sizes | heads).items():
+        getattr(writer, f"add_{name}")(value)
     writer.add_tokenizer_model("gpt2")
     letters = ["<end>", *"abcdefghijklmnopqrstuvwxyz", "ab", "cd", "ef", "gh", "ij"]
     writer.add_token_list(letters)
@@ -56,15 +57,10 @@ def write_gguf(path):
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     generator = torch.Generator().manual_seed(0)
-    shapes = {"token_embd": (32, 16), "output_norm": (16,), "blk.0.attn_norm": (16,), "blk.0.ffn_norm": (16,)}
-    shapes |= {
-        "blk.0.attn_q": (16, 16),
-        "blk.0.attn_k": (8, 16),
-        "blk.0.attn_v": (8, 16),
-        "blk.0.attn_output": (16, 16),
-    }
-    shapes |= {"blk.0.ffn_gate": (32, 16), "blk.0.ffn_up": (32, 16), "blk.0.ffn_down": (16, 32)}
-    for name, shape in shapes.items():
+    block = {"attn_q": (16, 16), "attn_k": (8, 16), "attn_v": (8, 16), "attn_output": (16, 16), "attn_norm": (16,)}
+    block |= {"ffn_gate": (32, 16), "ffn_up": (32, 16), "ffn_down": (16, 32), "ffn_norm": (16,)}
+    shapes = {"token_embd": (32, 16), "output_norm": (16,)}
+    for name, shape in (shapes | {f"blk.0.{name}": shape for name, shape in block.items()}).items():
         writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -30,6 +30,7 @@ EXPERTS = {
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64, "head_dim": 16},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 152},
 }
+assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -101,9 +102,7 @@ def test_the_bytes_are_those_of_bitsandbytes(kind, double, shape, dtype, monkeyp
     theirs, state = bnb.functional.quantize_4bit(weight, quant_type=kind, compress_statistics=double)
     ours = quantize_loader.pack_4bit(weight, kind, double)
     assert torch.equal(ours.data, theirs)
-    wanted, found = state.as_dict(packed=True), ours.quant_state.as_dict(packed=True)
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    assert_same(ours.quant_state.as_dict(packed=True), state.as_dict(packed=True))
 
 
 def test_the_bytes_of_eight_bits_are_those_of_bitsandbytes(monkeypatch):
@@ -128,9 +127,7 @@ def test_a_dense_model_is_that_of_transformers(folders, kind, double):
     ]
     for model in made:
         assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in theirs.modules()]
-        wanted, found = theirs.state_dict(), model.state_dict()
-        assert wanted.keys() == found.keys()
-        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+        assert_same(model.state_dict(), theirs.state_dict())
         assert torch.equal(logits(model), logits(theirs))
         mine, their = model.config.quantization_config.to_dict(), theirs.config.quantization_config.to_dict()
         assert mine == their
@@ -168,9 +165,8 @@ def test_experts_compute_with_the_values_that_they_have(folders, name):
         model(TOKENS, labels=TOKENS).loss.backward()
     found = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
     wanted = {n: p.grad for n, p in like.named_parameters() if p.grad is not None}
-    assert found.keys() == wanted.keys()
     assert "model.embed_tokens.weight" in found
-    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert_same(found, wanted)
     assert torch.equal(logits(ours), logits(like))
 
 

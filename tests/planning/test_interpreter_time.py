@@ -4,18 +4,7 @@ from dataclasses import replace
 
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.planning.links import SharedSeconds
 from lightning_roundpipe.planning.pipeline import run_steps
-
-
-def test_what_is_taken_is_not_taken_again():
-    interpreter = SharedSeconds()
-    assert interpreter.take(2, 3) == 5
-    assert interpreter.take(0, 1) == 1
-    assert interpreter.take(0, 2) == 6, "one second before the first interval, and one behind it"
-    assert interpreter.take(3, 0) == 3
-    assert interpreter.take(6, 1) == 7
-    assert interpreter.take(4, 1) == 8
 
 
 def costs(issue_s, *, is_synchronous, calls=2):

@@ -62,12 +62,6 @@ def every_plan(n):
                 yield Plan(forward, Span(fused, n - 1), backward[::-1], 1)
 
 
-def made(costs, workers=4, microbatches=4, stage_bytes=None, stage_s=None):
-    plan = greedy_partition(costs, workers, microbatches, stage_bytes=stage_bytes, stage_s=stage_s)
-    plan.validate(costs.layers)
-    return str(plan)
-
-
 call_costs = st.builds(
     call,
     st.sampled_from(["a", "b", "c", "d", "e", "f", "g", "h"]),
@@ -102,7 +96,7 @@ def test_no_plan_of_the_family_is_better(calls, workers, microbatches, stage_byt
 
 def test_golden_for_equal_layers():
     """A forward stage holds three times the layers of a backward stage, as recomputation makes backward three times."""
-    assert made(even(12), workers=4, microbatches=16) == (
+    assert str(greedy_partition(even(12), 4, 16)) == (
         "forward 0-1 2-4 5-7 8-10; fused 11; backward 10 9 8 7 6 5 4 3 2 1 0; round 16"
     )
 

@@ -98,11 +98,10 @@ def test_a_busy_machine_has_the_same_answer(monkeypatch):
     assert best() == idle
 
 
-def whole_model(gradient_bytes=100):
+def whole_model():
     """Six calls, of which a worker with 4,000 bytes holds all, in the smallest arena at least."""
     calls = [
-        CallCost(f"layers.{n}", 1.0, 2.0, 100, gradient_bytes, 10, 50, needs_backward=True, waiting_bytes=10)
-        for n in range(6)
+        CallCost(f"layers.{n}", 1.0, 2.0, 100, 100, 10, 50, needs_backward=True, waiting_bytes=10) for n in range(6)
     ]
     return Costs(tuple(calls))
 

@@ -9,9 +9,6 @@ from test_momentum_teachers import Distilled, check
 from torch import nn
 from zoo_runs import expected, train
 
-from second_device.late import late
-from second_device.play import play
-
 
 class FrozenBetween(Learner):
     """All layers are frozen when a batch begins, and trained within it; the last one is the smallest."""
@@ -39,14 +36,8 @@ class FrozenBetween(Learner):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.fixture
-def idle(monkeypatch):
-    """Nothing is done until the host waits; then in the order of streams' first operations."""
-    with late("idle") as made:
-        play(monkeypatch)
-        yield made
-
-
+idle = pytest.mark.parametrize("queues", ["idle"], indirect=True)
+"""Nothing is done until the host waits; then in the order of streams' first operations."""
 OTHERS = [name for name, entry in zoo.ENTRIES.items() if name not in ("mlp", "recurrent") and not entry.other]
 """Recurrent layers have kernels of their own on a device that is not the host, which the device type has not."""
 
@@ -59,14 +50,16 @@ def test_every_model_equals_plain(name, devices, queues):
     assert queues.streams.delays, "everything was done at once"
 
 
-def test_weights_are_uploaded_when_user_code_goes_on(devices, idle):
+@idle
+def test_weights_are_uploaded_when_user_code_goes_on(devices, queues):
     """It may write to them then, and a copy that has only been asked for would read what it writes."""
     module, data = Averaging(zoo.make_module("mlp").model), zoo.make_batches("mlp", 2)
     plain, found = (validate(strategy, module, data) for strategy in ("auto", ours()))
     assert_tensors_same(plain, found)
 
 
-def test_a_step_follows_what_user_code_has_enqueued_before_it(devices, idle):
+@idle
+def test_a_step_follows_what_user_code_has_enqueued_before_it(devices, queues):
     """It may still read what the step before has left, whose memory this one uses again."""
     module, data = FrozenBetween(), list(torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0)))
     plain, result = run("auto", module, data), run(ours(layers=["Linear"]), module, data)

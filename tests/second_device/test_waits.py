@@ -15,7 +15,6 @@ import pytest
 import torch
 import zoo
 from harness import Learner, ours, run
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.engine.sync import Baton, Runner
 from lightning_roundpipe.tasks.causal_lm import CausalLM
@@ -74,39 +73,23 @@ class Listens(pl.Callback):
         self._listening = False
 
 
-def _tokens(count):
-    generator = torch.Generator().manual_seed(1)
-    words = torch.randint(1, 64, (count, 4, 12), generator=generator)
-    return [{"input_ids": batch, "labels": batch} for batch in words]
+def _packaged(name, count):
+    """With the attention that reads no number of a padded mask, as all others of transformers do."""
+    model = zoo.make_module(name).model
+    model.set_attn_implementation("eager")
+    return CausalLM(model, functools.partial(torch.optim.SGD, lr=0.1)), zoo.make_batches(name, count)
 
 
-def _task(count):
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    return CausalLM(LlamaForCausalLM(config), functools.partial(torch.optim.SGD, lr=0.1)), _tokens(count)
-
-
-class Normed(torch.nn.Module):
+def _normed(count):
     """Layers with running statistics, in training and frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)) for _ in range(4)
-        )
-        self.head = torch.nn.Linear(8, 5)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+    blocks = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)) for _ in range(4))
+    model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 5))
+    return zoo.PlainClassifier(model), zoo.make_batches("mlp", count)
 
 
 TASKS = {
-    "packaged task": _task,
-    "running statistics": lambda count: (zoo.PlainClassifier(Normed()), zoo.make_batches("mlp", count)),
+    **{f"packaged {name}": functools.partial(_packaged, name) for name in ("llama", "gemma", "gpt2")},
+    "running statistics": _normed,
     "mlp": lambda count: (zoo.make_module("mlp"), zoo.make_batches("mlp", count)),
 }
 
@@ -115,7 +98,7 @@ def _strategy(name):
     if name != "running statistics":
         return ours(num_microbatches=2)
     plan = "forward 0-1; fused 2-4; backward 0-1; round 2"  # whose layers run again on the other device
-    return ours(num_microbatches=2, layers=["Sequential", "Linear"], plan=plan)
+    return ours(num_microbatches=2, layers=[f"model.{i}" for i in range(5)], plan=plan)
 
 
 def _heard(name, patch):
@@ -131,15 +114,7 @@ def _told(waits):
     return "\n".join(sorted({str(wait)[:600] for wait in waits}))
 
 
-QUICK = {"packaged task", "running statistics"}
-READS = pytest.mark.xfail(reason="transformers reads positions and masks on the device, in each forward", strict=True)
-
-
-def _marks(name):
-    return [*(() if name in QUICK else [pytest.mark.slow]), *([READS] if "packaged" in name else [])]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TASKS])
+@pytest.mark.parametrize("name", TASKS)
 def test_no_thread_waits(name, devices, monkeypatch):
     heard = _heard(name, monkeypatch)
     assert heard.holding == [], _told(heard.holding)

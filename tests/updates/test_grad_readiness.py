@@ -22,31 +22,19 @@ class Layer:
         self.bucket = bucket
 
 
-def slot(*held, adds=()):
-    layers = [Layer(bucket) for bucket in held]
-    sums = {call: SimpleNamespace(layer=Layer(bucket)) for call, bucket in enumerate(adds)}
-    return made_slot(0, layers, sums)
-
-
-def made_slot(index, layers, sums):
+def slot(bucket):
     spec = SimpleNamespace(scope=CancelScope(), readiness=None)
-    return Slot(index, 0, "fused", range(5), layers, [0], spec, SlotGradients(sums))
-
-
-def there(readiness):
-    return [bucket.index for bucket in readiness.take(wait=False)]
+    return Slot(0, 0, "fused", range(5), [Layer(bucket)], [0], spec, SlotGradients())
 
 
 class Upload:
     """An event that notes that it was waited for."""
 
-    def __init__(self, name, notes, error=None):
-        self.name, self.notes, self.error = name, notes, error
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
 
     def wait(self):
         self.notes.append(self.name)
-        if self.error is not None:
-            raise self.error
 
 
 def test_a_unit_is_sent_when_its_uploads_are_over():

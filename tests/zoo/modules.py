@@ -95,38 +95,26 @@ class PlainClassifier(ZooModule):
         return len(batch["y"])
 
 
-class PlainLM(ZooModule):
+class PlainLM(CausalLM):
     """A plain PyTorch language model."""
-
-    weighs = "targets"
 
     def loss_and_logits(self, batch):
         logits = self.model(batch["input_ids"])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()), logits
 
-    def targets(self, batch):
-        return int((batch["labels"][:, 1:] != -100).sum())
 
-
-class PixelClassifier(ZooModule):
+class PixelClassifier(PlainClassifier):
     """A class for every pixel."""
 
     weighs = "targets"
-
-    def loss_and_logits(self, batch):
-        logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"]), logits
 
     def targets(self, batch):
         return int((batch["y"] != -100).sum())
 
 
-class Voting(ZooModule):
+class Voting(PlainClassifier):
     """Hands the whole batch to the model."""
 
     def loss_and_logits(self, batch):
         logits = self.model(batch["x"], batch["keep"])
         return F.cross_entropy(logits, batch["y"]), logits
-
-    def targets(self, batch):
-        return len(batch["y"])

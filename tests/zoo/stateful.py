@@ -53,20 +53,13 @@ class SpectralBlock(nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
-class SpectralNorm(nn.Module):
+class SpectralNorm(MLP):
     """Each forward in training goes on with the power iteration, so every microbatch sees another weight."""
 
     def __init__(self):
         super().__init__()
-        self.stem = spectral_norm(nn.Linear(8, WIDTH))
+        self.stem = spectral_norm(self.stem)
         self.blocks = nn.ModuleList(SpectralBlock() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x):
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
 
 
 entry("spectral_norm", vector_batch, PlainClassifier, coupled=True)(SpectralNorm)

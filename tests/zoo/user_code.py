@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zoo.batches import vector_batch
-from zoo.modules import PlainClassifier, ZooModule
+from zoo.modules import PlainClassifier
 from zoo.plain import MLP, ResidualBlock
 from zoo.registry import WIDTH, entry
 
@@ -51,7 +51,7 @@ class TwoModels(nn.Module):
         self.scorer = nn.Sequential(nn.Linear(5 + 8, WIDTH), nn.Tanh(), ResidualBlock(WIDTH), nn.Linear(WIDTH, 5))
 
 
-class TwoModelModule(ZooModule):
+class TwoModelModule(PlainClassifier):
     """Two submodels, a bare parameter, and a loss of two parts."""
 
     def __init__(self, model):
@@ -66,9 +66,6 @@ class TwoModelModule(ZooModule):
         logits = self.scorer(torch.cat([first, x], -1)) + self.mixing.square() * first
         usual = self.scorer[0](torch.ones(len(x), 13))[:, :5]
         return F.cross_entropy(logits, batch["y"]) + 0.1 * F.mse_loss(first, usual), logits
-
-    def targets(self, batch):
-        return len(batch["y"])
 
 
 entry("two_models", vector_batch, TwoModelModule)(TwoModels)

@@ -4,29 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zoo import language
 from zoo.batches import image_batch, segmentation_batch
 from zoo.modules import Classifier, PixelClassifier
 from zoo.registry import BLOCKS, WIDTH, entry
 
-
-@entry("vit", image_batch, Classifier)
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=WIDTH,
-            intermediate_size=64,
-            num_hidden_layers=BLOCKS,
-            num_attention_heads=4,
-            image_size=8,
-            patch_size=4,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            initializer_range=0.1,
-            num_labels=3,
-        )
-    )
+VIT = language.LABELS | {
+    "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
+    "image_size": 8, "patch_size": 4, "initializer_range": 0.1,
+}  # fmt: skip
+language.hugging_face("vit", image_batch, Classifier, "ViTForImageClassification", VIT)
 
 
 class ConvBlock(nn.Module):
