@@ -17,11 +17,10 @@ from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.run_folder import strategy_report
 from lightning_roundpipe.devices.intraop_threads import cores
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.planned import replay_of
-from lightning_roundpipe.reports.sweep import memory
 
 _GIB = 2**30
 
@@ -117,14 +116,14 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
         as_it_ran += f", as {plural(summary['workers'], 'emulated device')} share {plural(cores(), 'core')}"
     for label, key, show in (
         ("optimizer steps", "steps", str),
-        ("step time", "step_time_s", "{:,.2f} s".format),
+        ("step time", "step_time_s", seconds),
         ("speed", "tokens_per_s", "{:,.0f} tokens/s".format),
         ("bubble", "bubble_pct", as_it_ran.format),
         ("bubble in a replay", "replay_bubble_pct", in_replay.format),
-        ("host memory at its peak", "peak_host_gib", memory),
-        ("a device's at its peak", "peak_device_gib", memory),
-        ("weights uploaded", "weights_uploaded_gib", memory),
-        ("wall time", "wall_s", "{:,.0f} s".format),
+        ("host memory at its peak", "peak_host_gib", lambda size: gib(size * _GIB)),
+        ("a device's at its peak", "peak_device_gib", lambda size: gib(size * _GIB)),
+        ("weights uploaded", "weights_uploaded_gib", lambda size: gib(size * _GIB)),
+        ("wall time", "wall_s", seconds),
     ):
         if summary[key] is not None:
             cost.add_row(label, show(summary[key]))

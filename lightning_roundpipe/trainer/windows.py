@@ -22,7 +22,6 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -34,7 +33,7 @@ from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine, WindowResult
-from lightning_roundpipe.trainer.lookahead import LookAhead, WholeUpdates, look_ahead
+from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 
 class Window:
@@ -117,8 +116,7 @@ class Window:
             epoch.batch_progress = before
         self._trainer.should_stop = stopping
         if self._fetcher is not None:
-            masters = engine.model.bucket_of.keys()
-            self._fetcher.whole = WholeUpdates(engine.settle, masters) if engine.updates is not None else nullcontext()
+            self._fetcher.show_updates(engine)
         workers = len(engine.context.pool.workers)
         asked = options.num_microbatches or 1
         if self._begins_epoch and len(self._all[0]) < asked:
