@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,13 +25,11 @@ from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.faults.notes import add_remedy
-from lightning_roundpipe.threads.task_thread import Task, TaskThread, within
+from lightning_roundpipe.threads.task_thread import LOOK, Task, TaskThread, stacks, within
 from lightning_roundpipe.user_code.bypassed_gradients import functions_given_stand_ins
 
 GRACE = 5.0
 """Seconds that threads have to return after the main thread has stopped waiting for a failed step."""
-LOOK = 0.25
-"""Interval of the watchdog's checks, in seconds."""
 
 
 class Pool:
@@ -125,7 +120,8 @@ class Pool:
         seen, since = scope.moved, time.monotonic()
         with interrupts_allowed():
             while not waiter.wait_for(min(LOOK, self._limit)):
-                self._look_for_the_dead()
+                for thread in self._everybody():
+                    thread.check()
                 if scope.moved != seen:
                     seen, since = scope.moved, time.monotonic()
                 elif time.monotonic() - since > self._limit:
@@ -133,14 +129,6 @@ class Pool:
                         f"nothing happened for watchdog_timeout={self._limit:g} seconds. Raise it if a layer, or the "
                         f"code between layers, really takes that long. {self._elsewhere()}\nAll threads:\n{stacks()}"
                     )
-
-    def _look_for_the_dead(self) -> None:
-        for thread in self._everybody():
-            if not thread.alive:
-                raise RoundPipeError(
-                    f"thread {thread.name!r} has died ({thread.died!r}), so the step cannot go on. All threads:\n"
-                    f"{stacks()}"
-                ) from thread.died
 
     def _everybody(self) -> list[TaskThread]:
         return [*self._threads, *self._summing.values(), *(worker.sender for worker in self.workers)]
@@ -221,13 +209,3 @@ class Pool:
         with contextlib.ExitStack() as rest:
             for device in self.devices:
                 rest.callback(device.close)
-
-
-def stacks() -> str:
-    """Return the stacks of all threads of the process, as text."""
-    frames = sys._current_frames()
-    known = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"Thread {known.get(ident, 'not started by Python')!r} ({ident}):\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in frames.items()
-    )

@@ -38,14 +38,12 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.optim.narrow_gradient import AnyGradient, NarrowGradient
 from lightning_roundpipe.planning.memory import layers_in_flight
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.task_thread import LOOK, TaskThread
 
 LEAST = 2**18
 """Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
 MULTIPLIED = 2**22
 """Elements that are multiplied at once: their product is a temporary, of 16 MiB in fp32."""
-LOOK = 0.25
-"""Seconds between two checks that the summing thread is alive."""
 
 
 @dataclass(frozen=True)
@@ -304,10 +302,7 @@ class _Added(Event):
 
     def wait(self) -> None:
         while not (self._over.is_set() or self._over.wait(LOOK)):
-            if not self._thread.alive:
-                raise RoundPipeError(
-                    f"the thread that sums gradients has died ({self._thread.died!r})"
-                ) from self._thread.died
+            self._thread.check()
         if self._error is not None:
             raise_kept(self._error, "gradients_down")
 

@@ -7,16 +7,22 @@ microseconds, because both need the interpreter.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import intraop_threads, thread_end
 from lightning_roundpipe.devices.waiter import Waiter
 
 T = TypeVar("T")
+
+LOOK = 0.25
+"""Seconds between two checks of a thread that another one waits for."""
 
 
 class Task(Generic[T]):
@@ -78,9 +84,12 @@ class TaskThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+    def check(self) -> None:
+        """Raise `RoundPipeError` if the thread has ended. Threads that wait for it call this each `LOOK` seconds."""
+        if not self._thread.is_alive():
+            raise RoundPipeError(
+                f"thread {self.name!r} has died ({self.died!r}), so the step cannot go on. All threads:\n{stacks()}"
+            ) from self.died
 
     def _serve(self) -> None:
         try:
@@ -150,3 +159,13 @@ def within(seconds: float, function: Callable[[], object]) -> bool:
     thread.join()
     task.result()
     return True
+
+
+def stacks() -> str:
+    """Return the stacks of all threads of the process, as text."""
+    frames = sys._current_frames()
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {known.get(ident, 'not started by Python')!r} ({ident}):\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames.items()
+    )

@@ -22,7 +22,7 @@ cannot list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,15 +52,13 @@ _OF_CALLBACKS = frozenset(n for n in vars(Callback) if n.startswith("on_") or n 
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
-_WAITS_AT = dict.fromkeys(
-    (*_TRANSFERS, "on_validation_model_zero_grad", "on_validation_model_eval"), "on_train_batch_end"
-)
+_WAITS_AT = dict.fromkeys((*_TRANSFERS, "on_validation_model_zero_grad"), "on_train_batch_end")
 """Hooks of modules that no callback's hook closely precedes, with the hook before them at which to wait."""
 
 _SCHEDULER = "lr_scheduler_step"
 
-PER_BATCH = frozenset({"on_train_batch_start", "on_train_batch_end", _SCHEDULER, *_WAITS_AT})
-"""Hooks in which waiting costs speed. At other hooks the update would have to finish soon anyway."""
+PER_BATCH = ("on_train_batch_start", "on_train_batch_end", *_WAITS_AT, _SCHEDULER)
+"""Hooks between steps. They would wait for each update, so the step blocks, and nothing is pending there."""
 
 _STAGES = ("on_sanity_check", "on_validation", "on_test", "on_predict")
 _ALWAYS = frozenset({f"{stage}_start" for stage in _STAGES})
@@ -82,26 +80,26 @@ _PASSIVE = {
 }
 """Lightning's own callbacks whose hooks read neither weights nor optimizer state."""
 
-_NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WAITS_AT, _SCHEDULER, "optimizer_step"})
+_NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *PER_BATCH, "optimizer_step"})
 """The names of all functions that the audit considers."""
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def needs_gradients(trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer]) -> str | None:
-    """Return why only the blocking step is correct: finished gradients are needed within it, or all of them together.
+def reason_to_block(trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer]) -> str | None:
+    """Return why only the blocking step is correct; None if the optimizer may step beside user code.
 
     Call it after ``on_fit_start`` and ``on_train_start``, which may register hooks. A module whose ``optimizer_step``
     only steps and sets hyperparameters can name it in ``roundpipe_passive_hooks``.
 
     Returns:
-        The first reason, to follow "because": ``"callback GradNorm has on_after_backward"``. None if there is none.
+        The first reason, to follow "because": ``"callback GradNorm has on_after_backward"``.
     """
-    return next(_gradient_needs(trainer, module, optimizers), None)
+    return next(_reasons_to_block(trainer, module, optimizers), None)
 
 
-def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer]) -> Iterator[str]:
+def _reasons_to_block(trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer]) -> Iterator[str]:
     name = type(module).__name__
     if not module.automatic_optimization:
         yield f"{name} has automatic_optimization=False"
@@ -110,8 +108,10 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
     for hook in _PARTS_OF_THE_STEP:
         if _overrides(module, hook, LightningModule):
             yield f"{name} overrides {hook}"
-    for hook in (*_WITHIN_THE_STEP, "optimizer_step"):
-        yield from (f"{who}, which may read weights or gradients {DECLARE}" for who in _looking(trainer, module, hook))
+    hooks = (*_WITHIN_THE_STEP, "optimizer_step", *PER_BATCH)
+    looking = (who for hook in hooks for who in _looking(trainer, module, hook))
+    for who in (*looking, *_strange_schedulers(trainer, module)):
+        yield f"{who}, which may read weights or gradients {DECLARE}"
     if hooked := hooked_parameter(module):
         yield f"parameter {hooked!r} has a hook"
     if getattr(trainer, "_detect_anomaly", False) or torch.is_anomaly_enabled():
@@ -120,12 +120,27 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
 
 
 def _looking(trainer: Trainer, module: LightningModule, hook: str) -> Iterator[str]:
-    """Yield the module, and the callbacks, whose ``hook`` is not passive, as part of a sentence."""
+    """Yield what has a ``hook`` that is not passive, as part of a sentence."""
+    data = getattr(trainer, "datamodule", None)
     if _looks(module, hook, LightningModule):
         yield f"{type(module).__name__} overrides {hook}"
+    if data is not None and hook in _TRANSFERS and _looks(data, hook, LightningDataModule):
+        yield f"{type(data).__name__} overrides {hook}"
     for callback in others(trainer):
         if _looks(callback, hook, Callback):
             yield f"callback {type(callback).__name__} has {hook}"
+
+
+def _strange_schedulers(trainer: Trainer, module: LightningModule) -> Iterator[str]:
+    """Yield the schedulers that may read optimizer state. torch's own only set hyperparameters."""
+    waiting: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    while waiting:
+        scheduler = waiting.pop(0)
+        waiting += getattr(scheduler, "_schedulers", ())
+        known = type(scheduler).__module__.startswith(("torch.optim.", "lightning.pytorch."))
+        holders = (module, *type(module).__mro__, scheduler, *type(scheduler).__mro__)
+        if not known and not any(_declares(holder, _SCHEDULER) for holder in holders):
+            yield f"{type(scheduler).__name__} is no scheduler of torch"
 
 
 def sees_each_batch(trainer: Trainer, module: LightningModule, parameters: Iterable[nn.Parameter]) -> str | None:
@@ -156,7 +171,7 @@ def _has_hook(parameter: nn.Parameter) -> bool:
 def listening(
     trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer], parameters: Iterable[nn.Parameter]
 ) -> list[object]:
-    """Return the state that `needs_gradients` and `looks_at_weights` depend on and that may change during training.
+    """Return the state that `reason_to_block` and `looks_at_weights` depend on and that may change during training.
 
     It takes microseconds, so that each batch can compare it with the previous one's. It does not notice functions that
     are replaced in a class.
@@ -171,30 +186,12 @@ def listening(
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Return the hooks between steps that may read or write weights or optimizer state, and the classes that have them.
+def looks_at_weights(trainer: Trainer, module: LightningModule) -> set[str]:
+    """Return the hooks between steps that may read or write weights or optimizer state.
 
-    Hooks within the step are not among them (see `needs_gradients`). `FlushOptimizer` waits just before the first
-    callback's hook, or at the one of `_WAITS_AT`. ``lr_scheduler_step`` runs right after the optimizer's step, with no
-    callback's hook between: the strategy must finish the update within its ``optimizer_step``. Schedulers that are not
-    torch's count here too.
-
-    Returns:
-        Hook names with the classes that look, such as ``{"on_train_batch_end": "callback WeightNorm, MyModule"}``.
+    `FlushOptimizer` waits just before the first callback's hook, or at the one of `_WAITS_AT`.
     """
-    listeners: list[tuple[Any, type, str]] = [(c, Callback, f"callback {type(c).__name__}") for c in others(trainer)]
-    listeners += [(module, LightningModule, type(module).__name__)]
-    found = {
-        hook: [who for listener, base, who in listeners if _looks(listener, hook, base)]
-        for hook in (*sorted(_OF_CALLBACKS), *_WAITS_AT, _SCHEDULER)
-    }
-    for hook in _TRANSFERS if (data := getattr(trainer, "datamodule", None)) is not None else ():
-        if _looks(data, hook, LightningDataModule):
-            found[hook].append(type(data).__name__)
-    if not any(_declares(holder, _SCHEDULER) for holder in (module, *type(module).__mro__)):
-        strange = [type(s).__name__ for s in _schedulers(trainer) if _strange_scheduler(s)]
-        found[_SCHEDULER] += [f"scheduler {name}" for name in strange]
-    return {hook: ", ".join(dict.fromkeys(who)) for hook, who in found.items() if who}
+    return {hook for hook in (*_OF_CALLBACKS, *_WAITS_AT) if any(_looking(trainer, module, hook))}
 
 
 def reads_gradients(looks: Iterable[str]) -> bool:
@@ -203,24 +200,6 @@ def reads_gradients(looks: Iterable[str]) -> bool:
     They are gone before validation, which begins with ``zero_grad``, and there are none before the first step.
     """
     return any(not hook.startswith((*_STAGES, "on_fit_start", "on_train_start")) for hook in looks)
-
-
-def slowed_by(looks: Mapping[str, str]) -> str | None:
-    """Return the classes whose hooks make every batch wait, as part of a sentence; None if there are none."""
-    return "; ".join(f"{who} ({hook})" for hook, who in looks.items() if hook in PER_BATCH) or None
-
-
-def _schedulers(trainer: Trainer) -> Iterator[Any]:
-    waiting: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
-    while waiting:
-        yield (scheduler := waiting.pop(0))
-        waiting += getattr(scheduler, "_schedulers", ())
-
-
-def _strange_scheduler(scheduler: Any) -> bool:
-    """Return whether a scheduler may read optimizer state. torch's own only set hyperparameters."""
-    known = type(scheduler).__module__.startswith(("torch.optim.", "lightning.pytorch."))
-    return not known and not any(_declares(kind, _SCHEDULER) for kind in (scheduler, *type(scheduler).__mro__))
 
 
 # -- one hook ----------------------------------------------------------------------------------------------------------
@@ -297,7 +276,7 @@ class FlushOptimizer(Callback):
 
     def __init__(self, settle: Callable[[], None], hooks: Collection[str] = ()) -> None:
         self._settle = Settle(settle)
-        points = {_WAITS_AT.get(hook, hook) for hook in hooks} - {_SCHEDULER, "on_exception"}
+        points = {_WAITS_AT.get(hook, hook) for hook in hooks} - {"on_exception"}
         for hook in _ALWAYS | points:
             setattr(self, hook, self._settle)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -30,16 +30,14 @@ from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere, copy_state
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.trainer.hook_audit import (
-    DECLARE,
     FlushOptimizer,
     Settle,
     finds_last_gradients,
     listening,
     looks_at_weights,
-    needs_gradients,
     reads_gradients,
+    reason_to_block,
     sees_each_batch,
-    slowed_by,
 )
 
 
@@ -152,7 +150,7 @@ class Stepping:
         if now == before:
             return
         looks = looks_at_weights(self._trainer, self._module)
-        reason = self._reason(looks)
+        reason = self._reason()
         if before is not None:
             if reason is None and not (self.asynchronous or self.starts_accumulation()):
                 return  # the gradients accumulated in .grad stay there until the step that uses them
@@ -219,13 +217,11 @@ class Stepping:
             return None
         return "training_step takes dataloader_iter, with which Lightning zeroes gradients within a window"
 
-    def _reason(self, looks: Mapping[str, str]) -> str | None:
+    def _reason(self) -> str | None:
         """Return why the optimizer cannot step on its own thread; None if it can."""
-        reason = needs_gradients(self._trainer, self._module, self._optimizers) or self._zeroed_elsewhere()
+        reason = reason_to_block(self._trainer, self._module, self._optimizers) or self._zeroed_elsewhere()
         for optimizer in self._optimizers if self._engine.model.formats.sets_default else ():
             reason = reason or goes_by_default_format(optimizer, double=self._engine.model.formats.low is None)
-        if reason is None and (looking := slowed_by(looks)) is not None:
-            reason = f"{looking} may read weights or gradients after each batch {DECLARE}"
         return reason
 
     def _unpackable(self) -> str | None:
@@ -241,7 +237,7 @@ class Stepping:
             return None
         return f"the host has one for all parameters of {type(unwrapped(self._optimizers[0])).__name__}"
 
-    def _settle_for(self, looks: Mapping[str, str]) -> None:
+    def _settle_for(self, looks: Collection[str]) -> None:
         self._settle.remove(self._trainer)
         self._settle = FlushOptimizer(self._finish, looks)
         self._settle.install(self._trainer)
@@ -254,7 +250,7 @@ class Stepping:
         """
         if not self.asynchronous or self._now() == self._listening:
             return
-        reason = needs_gradients(self._trainer, self._module, self._optimizers)
+        reason = reason_to_block(self._trainer, self._module, self._optimizers)
         if reason is not None:
             raise RoundPipeError(
                 f"{reason}. It was registered or replaced within the batch, when its optimizer step had been prepared "

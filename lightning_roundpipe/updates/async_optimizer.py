@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.optim import Optimizer
 
-from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.memory.grad_buffers import GradientPool
@@ -26,7 +25,7 @@ from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.threads.task_thread import TaskThread
+from lightning_roundpipe.threads.task_thread import LOOK, TaskThread
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper, OptimizerStep
 from lightning_roundpipe.updates.current_optimizer import CurrentOptimizer
 from lightning_roundpipe.updates.grad_readiness import Dropped
@@ -35,8 +34,6 @@ from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.window_gradients import WindowGradients
 
 TORN = "which has changed some layers and not others; go on from a checkpoint."
-LOOK = 0.25
-"""Seconds between two checks that the thread is alive."""
 
 
 class AsyncOptimizer:
@@ -210,8 +207,7 @@ class AsyncOptimizer:
         """Wait until the thread has done all that was submitted."""
         waiter = self._thread.submit(lambda: None).waiter
         while not waiter.wait_for(LOOK):
-            if not self._thread.alive:
-                raise RoundPipeError(f"the optimizer's thread has died ({self._thread.died!r})") from self._thread.died
+            self._thread.check()
 
     def _post(self, work: Callable[[], None]) -> None:
         def guarded() -> None:

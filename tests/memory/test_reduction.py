@@ -179,7 +179,7 @@ def test_an_error_of_the_summing_thread_reaches_who_waits_for_the_sum():
     assert added.done() and not never.done()
     thread.stop()
     thread.join()
-    with pytest.raises(RoundPipeError, match="the thread that sums gradients has died"):
+    with pytest.raises(RoundPipeError, match="thread 'roundpipe-sums' has died"):
         never.wait()
 
 
