@@ -52,7 +52,6 @@ from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.model.token_tiles import run_in_tiles
-from lightning_roundpipe.optim.packed_moments import load
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.reports.announcements import changed_settings, name_devices
 from lightning_roundpipe.reports.page import write_page
@@ -65,6 +64,7 @@ from lightning_roundpipe.trainer.lookahead import TRANSFER, TakenBatch, transfer
 from lightning_roundpipe.trainer.refusals import (
     begin_run,
     end_run,
+    load_optimizer,
     refuse_accelerator,
     refuse_foreign_parameters,
     refuse_launch,
@@ -72,7 +72,10 @@ from lightning_roundpipe.trainer.refusals import (
     refuse_missing_states,
     refuse_module,
     refuse_plan,
+    refuse_scripted,
     refuse_strange_checkpoint,
+    refuse_window,
+    unfitting_weights,
     unreadable_checkpoint,
 )
 from lightning_roundpipe.trainer.several_machines import SeveralMachines, folder_of_checkpoints
@@ -258,6 +261,8 @@ class RoundPipeStrategy(SeveralMachines):
         refuse_layer_sync(self._layer_sync)
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_module(module, self.options, fitting=fitting)
+        if fitting:
+            refuse_window(trainer.accumulate_grad_batches)
         refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         prepare(module)
         self.model = self._precision.prepare(module, fitting=fitting)
@@ -336,6 +341,7 @@ class RoundPipeStrategy(SeveralMachines):
             gc.collect()  # its copy of the weights is in cycles: there would be two, and `unwalked_objects` keeps them
         assert self.parallel_devices
         kind = refuse_accelerator(self.root_device.type)
+        refuse_scripted(module, kind)
         begin_run(self)
         self._precision.device = kind
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
@@ -520,7 +526,10 @@ class RoundPipeStrategy(SeveralMachines):
         self._precision.make_room(self.lightning_module, checkpoint["state_dict"])
         make_room(self.lightning_module, checkpoint["state_dict"])
         checkpoint = {**checkpoint, "state_dict": load_states(self.lightning_module, checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict=strict)
+        try:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        except RuntimeError as error:
+            raise unfitting_weights(self.lightning_module, error) from error
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -528,7 +537,7 @@ class RoundPipeStrategy(SeveralMachines):
         states = checkpoint["optimizer_states"]
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            load(optimizer, state, self.options.optimizer_state)
+            load_optimizer(optimizer, state, self.options.optimizer_state)
         if self._fit is not None:
             self._fit.stepping.loaded()
 

@@ -90,6 +90,16 @@ def test_resume_continues_bit_for_bit(name, lora, done, staleness, tmp_path):
     assert_continues(whole, resumed, done)
 
 
+def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path):
+    """All of a model's tensors were listed, which is pages of text."""
+    path = tmp_path / "at.ckpt"
+    train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), callbacks=[save_at(1, path)])
+    with pytest.raises(RuntimeError, match=r"has adapters \(LoRA\), and the other has none") as raised:
+        train(OURS, fresh("qwen3", lora=True), zoo.make_batches("qwen3", 1), fit={"ckpt_path": path})
+    assert len(str(raised.value)) < 1000
+    assert "Missing key(s) in state_dict: " in str(raised.value)
+
+
 @pytest.mark.parametrize("at", ["on_before_zero_grad", "on_after_backward"])
 @pytest.mark.parametrize(("windows", "saves"), [(1, False), (2, True)])
 def test_state_that_is_read_within_a_batch_changes_nothing(at, windows, saves, tmp_path):

@@ -9,8 +9,11 @@ import torch
 import torch.fx
 import zoo
 from harness import assert_plain, assert_same, ours, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from small_net import WIDTH, made
 from torch import nn
+
+from lightning_roundpipe.trainer.refusals import refuse_scripted
 
 
 class Net(small_net.Net):
@@ -73,6 +76,15 @@ MODULES = {
 @pytest.mark.parametrize("kind", MODULES)
 def test_compiled_modules(kind):
     check(MODULES[kind])
+
+
+def test_scripted_modules_are_refused_on_gpus():
+    module = made(Net)
+    refuse_scripted(module, "cuda")
+    module.blocks[1].inner = torch.jit.script(module.blocks[1].inner)
+    refuse_scripted(module, "cpu")
+    with pytest.raises(MisconfigurationException, match=r"'blocks.1.inner' is compiled by TorchScript: .* on the host"):
+        refuse_scripted(module, "cuda")
 
 
 # ---------------------------------------------------------------------------------------------- tensors that are sparse

@@ -28,6 +28,7 @@ from lightning_roundpipe.config import is_whole
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.tasks.results import EvaluationResult, show_job, show_outcome, summarise
+from lightning_roundpipe.trainer.refusals import unreadable_checkpoint
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
 """Settings that may be left open, because the model determines them."""
@@ -141,7 +142,7 @@ def _refuse_unset(cfg: DictConfig) -> None:
 def _refuse_missing_checkpoint(path: str | None) -> None:
     """Raise before the model is read. Lightning's own words, such as ``last``, and addresses are no paths."""
     if path and path not in ("best", "hpc", "last", "registry") and ":" not in path and not Path(path).exists():
-        raise FileNotFoundError(f"ckpt_path={path!r} is not there: name a file that ModelCheckpoint wrote.")
+        raise unreadable_checkpoint(path, FileNotFoundError())
 
 
 def _unset(node: Any, path: str = "") -> Iterator[str]:

@@ -8,13 +8,16 @@ and the remedy.
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
 import weakref
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -23,13 +26,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_roundpipe.config import Options
+from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.messages import first_line, plural
 from lightning_roundpipe.model.meta import without_values
+from lightning_roundpipe.optim.packed_moments import load
 from lightning_roundpipe.planning.schedule import Plan
 
 _NAMED = 3
 """Most tensors that a message names."""
+
+_LISTED = 500
+"""Characters of torch's list of tensors that do not fit, which has all of a model's."""
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 """Keys of every checkpoint that Lightning writes."""
@@ -83,6 +90,15 @@ def refuse_several_machines(module: LightningModule) -> None:
         )
 
 
+def refuse_window(batches: object) -> None:
+    """Raise for an ``accumulate_grad_batches`` that counts no batches. Lightning's Trainer takes any value."""
+    if not (isinstance(batches, Integral) and batches):
+        raise MisconfigurationException(
+            f"accumulate_grad_batches={batches!r} must be a whole number of batches, at least 1: they are the "
+            "microbatches of a step."
+        )
+
+
 def refuse_accelerator(kind: str) -> Literal["cpu", "cuda"]:
     """Return ``kind``, or raise if there are no devices of that kind."""
     if kind in ("cpu", "cuda"):
@@ -93,10 +109,28 @@ def refuse_accelerator(kind: str) -> Literal["cpu", "cuda"]:
     )
 
 
+def refuse_scripted(module: nn.Module, kind: str) -> None:
+    """Raise for TorchScript modules on GPUs: they run in user code with their weights on the host, the data do not."""
+    for name, inner in module.named_modules() if kind != "cpu" else ():
+        if isinstance(inner, torch.jit.ScriptModule) and any(True for _ in inner.parameters()):
+            raise MisconfigurationException(
+                f"{name!r} is compiled by TorchScript: its weights cannot be copied to a worker, and stay on the host "
+                "while the data is on a GPU. Give the LightningModule the module itself; compile_layers=True compiles "
+                "layers."
+            )
+
+
 def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -> None:
     """Raise for what the engine cannot run of a module, as far as it is known before the first batch."""
     if fitting and not module.automatic_optimization:
         _refuse_parts(options)
+    lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise MisconfigurationException(
+            f"{', '.join(map(repr, lazy[:_NAMED]))}: of a lazy module that has not been called yet, so there is "
+            "nothing to place. Call the model once on a batch in configure_model(), under torch.no_grad(), or give the "
+            "module its input size (nn.Linear instead of nn.LazyLinear)."
+        )
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):
             raise MisconfigurationException(
@@ -107,6 +141,7 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
     _refuse_without_values(module)
     if fitting:
         _refuse_shared_memory(module)
+        _refuse_inference_mode(module)
 
 
 def _refuse_parts(options: Options) -> None:
@@ -123,16 +158,14 @@ def _refuse_parts(options: Options) -> None:
 
 
 def _refuse_without_values(module: LightningModule) -> None:
-    """Raise for tensors without memory: inventing values for them would train another model."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    if names := [name for name, tensor in tensors if is_lazy(tensor)] or without_values(module):
+    """Raise for tensors left on the meta device: inventing values for them would train another model."""
+    if names := without_values(module):
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise MisconfigurationException(
-            f"without values (on the meta device, or of a lazy module): {', '.join(map(repr, names[:_NAMED]))}{more}. "
-            "Give them values in configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') "
-            "and an initialisation, or for lazy modules a call; or set ckpt_path= to a checkpoint that holds them. "
-            "(Buffers that are in no checkpoint, such as rotary tables, are computed anew by building their module off "
-            "the meta device.)"
+            f"on the meta device, without values: {', '.join(map(repr, names[:_NAMED]))}{more}. Give them values in "
+            "configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') and an "
+            "initialisation; or set ckpt_path= to a checkpoint that holds them. (Buffers that are in no checkpoint, "
+            "such as rotary tables, are computed anew by building their module off the meta device.)"
         )
 
 
@@ -145,6 +178,19 @@ def _refuse_shared_memory(module: LightningModule) -> None:
             raise MisconfigurationException(
                 f"parameters {one!r} and {other!r} share memory without being one parameter, and would be parted. Tie "
                 "them by assigning the same nn.Parameter to both, or clone one of them."
+            )
+
+
+def _refuse_inference_mode(module: LightningModule) -> None:
+    if torch.is_inference_mode_enabled():
+        raise MisconfigurationException(
+            "training under torch.inference_mode(), in which nothing has gradients. Call Trainer.fit() outside of it."
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.is_inference():
+            raise MisconfigurationException(
+                f"parameter {name!r} was made under torch.inference_mode(), so it takes part in no backward pass. "
+                "Build the model outside of it, or under torch.no_grad()."
             )
 
 
@@ -213,17 +259,22 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], mine: Container[i
 def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
     """Return the exception to raise when reading ``path`` failed with ``error``."""
     file = Path(str(path))
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(  # the words in parentheses are Lightning's
+            f"ckpt_path={str(path)!r} is not there (Checkpoint file not found): name a file that ModelCheckpoint wrote."
+        )
     if file.is_dir():
         return ValueError(
             f"ckpt_path={str(path)!r} is a folder, as strategies with sharded checkpoints write it; the roundpipe "
             "strategy reads single files. Convert it first (Lightning's consolidate_checkpoint)."
         )
     foreign = "Unsupported operand" in str(error)  # not a pickle; torch calls it unsafe
-    if isinstance(error, FileNotFoundError) or ("Weights only load failed" in str(error) and not foreign):
-        return error  # which names the remedy
+    if "Weights only load failed" in str(error) and not foreign:  # torch's message names the remedy
+        return error
+    reason = "torch.save did not write it" if foreign else first_line(error)
     size = f" ({file.stat().st_size:,} bytes)" if file.is_file() else ""
     return ValueError(
-        f"ckpt_path={str(path)!r}{size} cannot be read as a checkpoint: {first_line(error)}. If saving or copying it "
+        f"ckpt_path={str(path)!r}{size} cannot be read as a checkpoint: {reason}. If saving or copying it "
         "was interrupted it is cut short: copy it again, or go on from an earlier one."
     )
 
@@ -235,6 +286,42 @@ def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
         raise ValueError(
             f"ckpt_path={str(path)!r} is not a Lightning checkpoint: it lacks {missing[0]!r}. Weights alone are loaded "
             "by your own code (module.load_state_dict(torch.load(...))), before fit()."
+        )
+
+
+def unfitting_weights(module: LightningModule, error: RuntimeError) -> RoundPipeError:
+    """Return the exception to raise when the checkpoint's ``state_dict`` does not fit the module."""
+    adapters = any("key(s)" in line and "lora_" in line for line in str(error).splitlines())
+    hint = " One of the two has adapters (LoRA), and the other has none." if adapters else ""
+    listed = textwrap.shorten(str(error), _LISTED, placeholder=" ...")
+    return RoundPipeError(
+        f"ckpt_path: the checkpoint is of another model than this {type(module).__name__}: {listed}{hint} Build the "
+        "model that it was saved from, or set module.strict_loading=False if it is to be loaded in part."
+    )
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], form: str) -> None:
+    """Load ``state``. A state with other groups raises now rather than at its first step.
+
+    Args:
+        optimizer: gets the state.
+        state: a ``state_dict()``.
+        form: how the optimizer keeps its moments, one of `config.OPTIMIZER_STATES`.
+    """
+    # Loading adds defaults that no group of this class has.
+    needed = [group.keys() & optimizer.defaults.keys() for group in optimizer.param_groups]
+    try:
+        load(optimizer, state, form)
+        groups = zip(needed, optimizer.param_groups, strict=True)
+        lacking = [key for keys, group in groups for key in sorted(keys - group.keys())]
+        problem = f"it has no {lacking[0]!r}" if lacking else ""
+    except (ValueError, KeyError) as error:
+        problem = first_line(error)
+    if problem:
+        raise ValueError(
+            f"ckpt_path: the checkpoint's optimizer state does not fit {type(optimizer).__name__}: {problem}. Make "
+            "the same optimizer and groups in configure_optimizers(), or take only the weights "
+            "(load_from_checkpoint)."
         )
 
 

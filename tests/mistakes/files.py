@@ -52,8 +52,19 @@ def _changed(change):
     return way
 
 
+def _other_optimizer(make):
+    def way(user):
+        before = zoo.make_module("mlp")
+        before.make_optimizer = make
+        user.fit(zoo.make_module("mlp"), ckpt_path=user.checkpoint(before))
+
+    return way
+
+
 SECTION = "Checkpoints"
 CHECKPOINTS = [
+    Mistake(SECTION, "a checkpoint that is not there", "ckpt_path='…' is not there",
+        "name a file that ModelCheckpoint wrote", (lambda user: user.fit(ckpt_path=user.folder / "no.ckpt"),)),
     Mistake(SECTION, "a checkpoint that is empty, cut short, or another kind of file",
         "ckpt_path='…' (… bytes) cannot be read as a checkpoint",
         "If saving or copying it was interrupted it is cut short: copy it again, or go on from an earlier one",
@@ -63,6 +74,14 @@ CHECKPOINTS = [
     Mistake(SECTION, "a file that Lightning did not write", "ckpt_path='…' is not a Lightning checkpoint: it lacks '…'",
         "Weights alone are loaded by your own code (module.load_state_dict(torch.load(...))), before fit()",
         (_saved(lambda: zoo.make_module("mlp").state_dict()), _saved(lambda: torch.ones(3)), _saved(lambda: [1, 2]))),
+    Mistake(SECTION, "the checkpoint of another model", "ckpt_path: the checkpoint is of another model than this …",
+        "Build the model that it was saved from, or set module.strict_loading=False",
+        (lambda user: user.fit(ckpt_path=user.checkpoint(zoo.make_module("llama"), zoo.make_batches("llama", 1))),
+         _changed(lambda c: c["state_dict"].pop("model.head.weight")))),
+    Mistake(SECTION, "the checkpoint of another optimizer",
+        "ckpt_path: the checkpoint's optimizer state does not fit …",
+        "Make the same optimizer and groups in configure_optimizers(), or take only the weights",
+        (_other_optimizer(torch.optim.AdamW), _other_optimizer(lambda parameters: zoo.sgd(list(parameters)[:2])))),
     Mistake(SECTION, "the checkpoint of more or fewer optimizers",
         "ckpt_path: the checkpoint has the state of … optimizers, and configure_optimizers() makes …",
         "make the same ones, or take only the weights (load_from_checkpoint)",

@@ -77,6 +77,16 @@ class _AddsParameters(pl.Callback):
         trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
+def _in_inference_mode(*, builds):
+    def way(user):
+        with torch.inference_mode(builds):
+            module = zoo.PlainClassifier(mlp() if not builds else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)))
+        with torch.inference_mode(not builds):
+            user.fit(module)
+
+    return way
+
+
 class _Waits(pl.Callback):
     def __init__(self):
         self.began, self.goes_on = threading.Event(), threading.Event()
@@ -317,6 +327,12 @@ MODULES = [
         (lambda user: user.fit(Manual(mlp(), create_graph=True)),)),
     Mistake(SECTION, "parameters on a GPU before training", "parameter '…' is on device cuda:0 already",
         "Build the model on the CPU (no .cuda(), no device_map)", (_on_a_gpu,)),
+    Mistake(SECTION, "`fit` under `torch.inference_mode()`",
+        "training under torch.inference_mode(), in which nothing has gradients",
+        "Call Trainer.fit() outside of it", (_in_inference_mode(builds=False),)),
+    Mistake(SECTION, "parameters that were made under `torch.inference_mode()`",
+        "parameter '…' was made under torch.inference_mode(), so it takes part in no backward pass",
+        "Build the model outside of it, or under torch.no_grad()", (_in_inference_mode(builds=True),)),
     Mistake(SECTION, "two runs at a time, on two threads of a process",
         "another thread of this process trains or evaluates with the roundpipe strategy already",
         "Run one after the other, or each in a process of its own", (_on_two_threads,)),
@@ -330,18 +346,20 @@ MODULES = [
         "self.log was called in layer '…', which runs once for each microbatch and again for its backward",
         "Let the layer return what is to be logged, and call self.log in training_step itself",
         (_logging(bound=False), _logging(bound=True))),
+    Mistake(SECTION, "a lazy module (`nn.LazyLinear` and others) that has not been called",
+        "'…': of a lazy module that has not been called yet, so there is nothing to place",
+        "Call the model once on a batch in configure_model(), under torch.no_grad(), or give the module its input size",
+        (_lazy,)),
     Mistake(SECTION, "a nested tensor that goes from one layer to the next",
         "a nested tensor (torch.nested) goes into a layer or out of it",
         "hand on a padded tensor and a mask (torch.nested.to_padded_tensor), or name the module that makes the nested "
         "tensor and computes with it in RoundPipeStrategy(layers=[...])",
         (computing(lambda model, batch: torch.stack([x.mean() for x in model(batch["x"]).unbind()]).mean(),
                    batches=[{"x": _nested()}] * 3),)),
-    Mistake(SECTION, "parameters or buffers without values",
-        "without values (on the meta device, or of a lazy module): '…'",
+    Mistake(SECTION, "parameters or buffers without values", "on the meta device, without values: '…'",
         "Give them values in configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') and "
-        "an initialisation, or for lazy modules a call; or set ckpt_path= to a checkpoint that holds them",
+        "an initialisation; or set ckpt_path= to a checkpoint that holds them",
         (
-            _lazy,
             _on_meta(lambda model: setattr(model, "head", nn.Linear(zoo.WIDTH, 5, device="meta"))),
             _on_meta(lambda model: model.to("meta")),
             _on_meta(lambda model: model.stem.register_buffer("table", torch.ones(3, device="meta"), False)),

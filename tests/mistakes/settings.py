@@ -258,6 +258,9 @@ def _lbfgs_in_fp16(user):
 
 SECTION = "The Trainer"
 TRAINER = [
+    Mistake(SECTION, "`accumulate_grad_batches` is 0 or no whole number",
+        "accumulate_grad_batches=… must be", "a whole number of batches, at least 1",
+        tuple(trainer(accumulate_grad_batches=n) for n in (0, 2.5, "2"))),
     Mistake(SECTION, "a precision that is not supported", "precision='…' is not supported by the roundpipe strategy",
         "use 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true. For fp8 products, "
         "also convert the model's layers with torchao.float8.convert_to_float8_training",
