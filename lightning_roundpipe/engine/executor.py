@@ -28,7 +28,6 @@ from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Built, Substitution, collect
 from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
-from lightning_roundpipe.engine.layer_attributes import LayerWrites
 from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
@@ -49,6 +48,7 @@ from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.user_code.bypassed_gradients import Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
+from lightning_roundpipe.user_code.layer_attributes import LayerWrites
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 Kind = tuple[tuple[int, ...], torch.dtype]

@@ -92,7 +92,7 @@ class Planner:
             DoesNotFit: no plan fits the memory budget.
             ValueError: the plan in the options does not fit the calls or the budget, or their order.
         """
-        runs, randomness = step.microbatches, self._context.randomness
+        runs, randomness = step.microbatches, self._context.pool.randomness
         if self._context.learned.in_order or not self._options.overlap:
             return
         if len(runs) > 1 and (buffer := next(filter(None, (run.weights.mode.met_buffer for run in runs)), "")):
@@ -312,7 +312,7 @@ class Planner:
         context.gradients.drop()
         learned = context.learned
         learned.plan = learned.costs = learned.trace = None
-        context.randomness.learning = True
+        context.pool.randomness.learning = True
         model = context.model
         begin_to_train(
             model.layers, model.buckets[0].masters, model.formats, double_buffered=bool(self._options.staleness)
