@@ -28,6 +28,8 @@ from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
+from lightning_roundpipe.updates.current_optimizer import CurrentOptimizer
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.worker_place import WorkerPlace
 from lightning_roundpipe.user_code.interception import without_caches
@@ -442,10 +444,8 @@ class Engine:
 
 def _async_optimizer_of(context: Context, optimizer: Callable[[], Optimizer | None]) -> AsyncOptimizer:
     options, model, devices = context.options, context.model, context.pool.devices
-    updates = AsyncOptimizer(
-        model.buckets, context.gradients.pool, optimizer, options.staleness, model.formats.scales,
-        devices[0].host_thread_settings, context.exchange, options.optimizer_state,
-    )  # fmt: skip
-    if options.optimizer_device == "worker":
-        updates.optimizer.places = [WorkerPlace(device) for device in devices]
-    return updates
+    places = [WorkerPlace(device) for device in devices] if options.optimizer_device == "worker" else []
+    current = CurrentOptimizer(optimizer, model.buckets, options.optimizer_state, places)
+    pool, scales = context.gradients.pool, model.formats.scales
+    stepper = BucketStepper(model.buckets, pool, current, options.staleness, scales, context.exchange)
+    return AsyncOptimizer(stepper, devices[0].host_thread_settings)

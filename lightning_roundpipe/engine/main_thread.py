@@ -38,10 +38,14 @@ class MainThread:
         self._dtype = torch.get_default_dtype()
         """That of the step in flight."""
 
-    def take(self, scope: CancelScope) -> None:
-        """Take the baton, with the step's state, which the caller replaces [1]. If it raises, the baton is not held."""
+    def take(self, scope: CancelScope, *, exclusive: bool = True) -> None:
+        """Take the baton, with the step's state, which the caller replaces [1]. If it raises, the baton is not held.
+
+        ``exclusive``: whether no thread computes without it from then on.
+        """
         runner = Runner(scope, -1)
-        self._baton.acquire_exclusive(runner, lambda: self._wait(runner, scope))
+        acquire = self._baton.acquire_exclusive if exclusive else self._baton.acquire
+        acquire(runner, lambda: self._wait(runner, scope))
         self.holds, self._dtype = True, torch.get_default_dtype()
 
     @contextlib.contextmanager
@@ -50,9 +54,7 @@ class MainThread:
         if self.holds:
             yield
             return
-        runner = Runner(scope, -1)
-        self._baton.acquire(runner, lambda: self._wait(runner, scope))
-        self.holds, self._dtype = True, torch.get_default_dtype()
+        self.take(scope, exclusive=False)
         try:
             yield
         finally:
