@@ -45,6 +45,11 @@ class Evaluations:
         self._around, self._streams = contextlib.ExitStack(), contextlib.ExitStack()
         self._before: CallerRandomState | None = None
 
+    @property
+    def _running(self) -> Flight:
+        assert self._flight is not None
+        return self._flight
+
     def knows(self, kind: Hashable) -> bool:
         """Return whether several batches of this kind of step may be in flight."""
         return kind in self._known
@@ -105,8 +110,7 @@ class Evaluations:
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """End everything if an error comes up here, or has come up in the engine, and raise the first one."""
-        flight = self._flight
-        assert flight is not None
+        flight = self._running
         try:
             yield
         except BaseException as error:
@@ -120,8 +124,7 @@ class Evaluations:
     def wait_for(self, batch: Batch) -> None:
         """Wait until ``batch``, the oldest one, has ended. Hooks have no turn any more."""
         self.pause_hooks()
-        flight = self._flight
-        assert flight is not None
+        flight = self._running
         with self._failing():
             self._context.pool.wait_for(batch.ended, flight.scope)
             flight.scope.check()
@@ -153,8 +156,7 @@ class Evaluations:
 
     def _give_turn(self, view: AttributeView | None = None) -> None:
         """Give the caller's hooks the baton, a view of modules, and the streams that outputs are on."""
-        flight = self._flight
-        assert flight is not None
+        flight = self._running
         if not self._context.pool.main.holds:
             self._streams.enter_context(self._context.pool.main.holding(flight.scope))
             self._streams.enter_context(self._context.pool.devices[0].activate())

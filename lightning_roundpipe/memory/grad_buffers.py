@@ -44,8 +44,6 @@ LEAST = 2**18
 """Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
 MULTIPLIED = 2**22
 """Elements that are multiplied at once: their product is a temporary, of 16 MiB in fp32."""
-LOOK = 0.25
-"""Seconds between two checks that the summing thread is alive."""
 
 
 @dataclass(frozen=True)
@@ -303,11 +301,7 @@ class _Added(Event):
             self._over.set()
 
     def wait(self) -> None:
-        while not (self._over.is_set() or self._over.wait(LOOK)):
-            if not self._thread.alive:
-                raise RoundPipeError(
-                    f"the thread that sums gradients has died ({self._thread.died!r})"
-                ) from self._thread.died
+        self._thread.watch(self._over.wait, "the thread that sums gradients")
         if self._error is not None:
             raise_kept(self._error, "gradients_down")
 

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import intraop_threads, thread_end
 from lightning_roundpipe.devices.waiter import Waiter
 
 T = TypeVar("T")
+LOOK = 0.25
+"""Seconds between two checks that a thread is alive."""
 
 
 class Task(Generic[T]):
@@ -108,6 +111,15 @@ class TaskThread:
         self._count(1)
         self._tasks.put(task)
         return task
+
+    def watch(self, wait_for: Callable[[float], bool], name: str) -> None:
+        """Call ``wait_for``, which waits for at most so many seconds for what this thread does, until it returns True.
+
+        Raises `RoundPipeError` if the thread, which the user knows by ``name``, has died.
+        """
+        while not wait_for(LOOK):
+            if not self.alive:
+                raise RoundPipeError(f"{name} has died ({self.died!r})") from self.died
 
     def take_turn(self) -> bool:
         """Give the calling thread the turn to run a function, if nothing is submitted. It does not block.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.optim.clipping import Clip
@@ -25,8 +24,6 @@ from lightning_roundpipe.updates.grad_readiness import Dropped
 from lightning_roundpipe.updates.loss_handle import StepGradients
 
 TORN = "which has changed some layers and not others; go on from a checkpoint."
-LOOK = 0.25
-"""Seconds between two checks that the thread is alive."""
 
 
 class AsyncOptimizer:
@@ -183,10 +180,7 @@ class AsyncOptimizer:
         return window
 
     def _rest(self) -> None:
-        waiter = self._thread.submit(lambda: None).waiter
-        while not waiter.wait_for(LOOK):
-            if not self._thread.alive:
-                raise RoundPipeError(f"the optimizer's thread has died ({self._thread.died!r})") from self._thread.died
+        self._thread.watch(self._thread.submit(lambda: None).waiter.wait_for, "the optimizer's thread")
 
     def _post(self, work: Callable[[], None]) -> None:
         def guarded() -> None:
