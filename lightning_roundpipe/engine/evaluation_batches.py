@@ -60,6 +60,11 @@ class Kind(NamedTuple):
     shared: SharedAttributes
 
 
+def evaluation_spec(context: Context, version: int, scope: CancelScope) -> StepSpec:
+    """Return what is fixed for batches that compute with ``version`` of the weights."""
+    return StepSpec(version, context.user.thread_state(), scope, LossWeights(None, [1], [0]))
+
+
 class Flight:
     """Batches that are in flight together, from the first to the last.
 
@@ -91,8 +96,7 @@ class Flight:
         """The numbers of the batches that the present slots are for."""
 
     def _layout(self, trace: Trace | None = None) -> StepSlots:
-        spec = StepSpec(self._version, self.context.user.thread_state(), self.scope, LossWeights(None, [1], [0]))
-        return StepSlots(self.context, spec, trace)
+        return StepSlots(self.context, evaluation_spec(self.context, self._version, self.scope), trace)
 
     def start(self, function: Callable[[], Any]) -> Batch:
         """Start a batch. The caller holds the baton."""

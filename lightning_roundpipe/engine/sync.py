@@ -144,6 +144,10 @@ class Baton:
         if following is not None:
             following.wake()
 
+    def computing(self) -> GivenUp:
+        """Return a context in which the calling thread computes without it."""
+        return GivenUp(self, computes=True)
+
     def end_computing(self) -> None:
         """Let a thread go on that holds the baton, and waits until none computes without it."""
         with self._mutex:

@@ -29,7 +29,7 @@ from lightning_roundpipe.engine.activations import Arriving, Room
 from lightning_roundpipe.engine.events import EventSource
 from lightning_roundpipe.engine.process_state import changes
 from lightning_roundpipe.engine.slots import Slot, TicketQueue
-from lightning_roundpipe.engine.sync import Baton, GivenUp
+from lightning_roundpipe.engine.sync import Baton
 from lightning_roundpipe.engine.uploads import SlotMemory
 from lightning_roundpipe.memory.arenas import Arena
 from lightning_roundpipe.memory.grad_buffers import DeviceGradSums
@@ -476,7 +476,7 @@ class Worker:
         keeps_baton = keeps_baton or layer.seen.caches_parametrizations or changes(layer.name)
         gives_up = not keeps_baton and device.backward_needs_interpreter and layer.seen.launch_seconds >= LONG_S
         name = device.named(kind, "slot", slot.index, layer.name, "of", microbatch)
-        with GivenUp(self._baton, computes=True) if gives_up else NOTHING, device.acquire_core():
+        with self._baton.computing() if gives_up else NOTHING, device.acquire_core():
             start = compute.record(timed=True)
             runner.inside = layer.name, kind
             try:
