@@ -44,6 +44,14 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
+def count(number: int) -> str:
+    """Return a number in words: ``"950"``, ``"13.4 k"``, ``"134.5 M"``, ``"7.2 B"``."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return str(number)
+
+
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """Return a sentence that names the closest match of ``text``; empty if there is none."""
     close = get_close_matches(text.lower(), list(known), n=1)

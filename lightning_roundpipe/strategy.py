@@ -82,7 +82,7 @@ from lightning_roundpipe.trainer.several_machines import SeveralMachines, folder
 _CPU = torch.device("cpu")
 
 
-def _apart(value: Any) -> Any:
+def _copy_of_data(value: Any) -> Any:
     """Return a copy of an array or a host tensor. If it is page-locked, a data loader has made a copy already.
 
     Other objects that have a ``to`` decide themselves what that copies, here and on a GPU.
@@ -304,7 +304,7 @@ class RoundPipeStrategy(SeveralMachines):
             self._agree_on_stopping(module.trainer)
             self._fit.stepping.started()
 
-    def _attach(self) -> None:
+    def _renew_if_replaced(self) -> None:
         """Set up again, before a step, if user code has replaced modules or parameters of the model."""
         module, engine = self._running()
         if not engine.model.structure.has_changed():
@@ -414,14 +414,14 @@ class RoundPipeStrategy(SeveralMachines):
         moved = super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
         if self._engine is None:
             return moved
-        return apply_to_collection(moved, (_TransferableDataType, np.ndarray), _apart)
+        return apply_to_collection(moved, (_TransferableDataType, np.ndarray), _copy_of_data)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fit is None:  # outside of a run the module is a plain one, on the host
             return super().training_step(*args, **kwargs)
         if self._fit.between_windows:
-            self._attach()
+            self._renew_if_replaced()
         return self._fit.training_step(args, kwargs)
 
     @override
@@ -439,7 +439,7 @@ class RoundPipeStrategy(SeveralMachines):
     def _evaluate(self, step: str, context: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._engine is None:  # as in training_step
             return getattr(super(), step)(*args, **kwargs)
-        self._attach()
+        self._renew_if_replaced()
         assert self._evaluation is not None and not kwargs, "Lightning passes the arguments of steps by position"
         return self._evaluation.step(step, context, args)
 
@@ -451,7 +451,7 @@ class RoundPipeStrategy(SeveralMachines):
             return step()
         module, _ = self._running()
         if module.automatic_optimization and self._fit.between_windows:
-            self._attach()  # before the window's only batch, whose training_step runs within the optimizer's step
+            self._renew_if_replaced()  # its only batch's training_step runs within the optimizer's step
         former = {key for key, known in self._former.items() if known() is not None}  # these get no gradients
         refuse_foreign_parameters([optimizer], self._running()[1].model.bucket_of.keys() | former)
         return self._fit.optimizer_step(step)

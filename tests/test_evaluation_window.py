@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torchmetrics
-from harness import MemoryLogger, ours, quiet, trainer_of
+from harness import Learner, MemoryLogger, ours, quiet, trainer_of
 from plain_oracle import PLAIN, Recorder, assert_equal, assert_plain, kept, on_devices, train
 from test_window import Net, Stream, loader, rows
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 DEVICES = on_devices(3)
 KINDS = pytest.mark.parametrize("kind", ["validate", "test", "predict"])
@@ -196,3 +197,49 @@ def test_steps_that_depend_on_hooks_between_batches(devices):
     """``overlap=False`` runs a batch between its hooks."""
     plain, other = (evaluate(d, "validate", several, make=Told, overlap=False) for d in (PLAIN, devices))
     assert_equal(plain, other)
+
+
+class Samples(Dataset):
+    """Computes with torch's default dtype and with a weight of ``net``."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def __len__(self):
+        return 7
+
+    @torch.no_grad()
+    def __getitem__(self, index):
+        return torch.full((6,), 1 / (index + 3)) @ torch.eye(6), self.net[1].weight.sum().float()
+
+
+class FromSamples(Learner):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def loss(self, batch):
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+        self.log_dict({"made": batch[0].double().mean(), "weight": batch[1].double().mean()}, on_step=True)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
+def test_data_sets_run_between_steps(precision):
+    """A batch that is taken ahead is made outside of the precision's context, and from whole weights."""
+    found = []
+    for strategy, devices in (("auto", 1), (ours(), 3)):
+        module, logger = FromSamples(), MemoryLogger()
+        loaders = DataLoader(torch.ones(6, 1, 6), batch_size=1), DataLoader(Samples(module.net), batch_size=1)
+        with quiet():
+            options = {"precision": precision, "val_check_interval": 2, "logger": logger, "devices": devices}
+            trainer_of(strategy, **options).fit(module, *loaders)
+        found.append([{k: v for k, v in line.items() if k != "loss"} for _, line in logger.lines])
+    for plain, our in zip(*found, strict=True):
+        assert our.keys() == plain.keys()
+        for name, value in plain.items():
+            rounding = (0.02 if "bf16" in precision else 1e-6) if "weight" in name else 0
+            assert our[name] == pytest.approx(float(value), rel=rounding, abs=0), name

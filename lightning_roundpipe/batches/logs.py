@@ -130,12 +130,12 @@ def repeat_logs(parts: Sequence[LogRecorder], weights: Sequence[float] = (1.0,))
             nth = seen[call.name] = seen.get(call.name, -1) + 1
             arrived = call.value.wait() if isinstance(call.value, _Download) else call.value
             found.setdefault((call.name, nth), []).append((weight, arrived, call))
-    for said in found.values():
-        (*_, (_, value, call)) = said
+    for calls in found.values():
+        (*_, (_, value, call)) = calls
         options = call.options
-        if len(said) > 1:
-            sizes = [other.options.get("batch_size") for *_, other in said]
+        if len(calls) > 1:
+            sizes = [other.options.get("batch_size") for *_, other in calls]
             options = {**options, "batch_size": None if None in sizes else sum(sizes)}
             if isinstance(value, Tensor):
-                value = weighted_mean([v for _, v, _ in said], [w for w, *_ in said])
+                value = weighted_mean([v for _, v, _ in calls], [w for w, *_ in calls])
         call.repeat(value, options)

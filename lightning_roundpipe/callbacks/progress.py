@@ -44,7 +44,7 @@ class ProgressLines(ProgressBar):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._started = time.monotonic()
+        self._started, self._steps = time.monotonic(), trainer.global_step  # a resumed run has steps already
 
     @override
     def on_train_batch_end(

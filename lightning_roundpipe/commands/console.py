@@ -1,4 +1,4 @@
-"""Common behaviour of all console commands: ``--version``, and a quiet end when a pipe is closed.
+"""Common behaviour of all console commands: ``--version``, and a quiet end at Ctrl-C and when a pipe is closed.
 
 This module imports no other module of the package, so ``--version`` answers at once.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib.metadata import version
+from pathlib import Path
 from typing import ParamSpec
 
 P = ParamSpec("P")
@@ -21,7 +23,7 @@ CLOSED_PIPE = 141
 
 
 def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
-    """Decorate a console script: answer ``--version``, and end quietly when a pipe is closed (``| head``)."""
+    """Decorate a console script: answer ``--version``, and end quietly at Ctrl-C and closed pipes (``| head``)."""
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int | None:
@@ -35,6 +37,9 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
             finally:  # when Python exits, an error of a closed pipe can no longer be caught
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
+        except KeyboardInterrupt:  # before training, which has its own end
+            print(f"{Path(sys.argv[0]).name}: interrupted.", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from None
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for stream in (sys.stdout, sys.stderr):  # Python would report what is buffered as an error

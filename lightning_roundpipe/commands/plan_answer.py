@@ -10,7 +10,7 @@ from rich.table import Table
 from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.estimates.outlook import Outlook
 from lightning_roundpipe.estimates.remedies import Remedies
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import count, plural, seconds
 from lightning_roundpipe.planning.memory import Item, carried_bytes, size_text, stage_rows, system_bytes, total
 
 _FASTER = 1.02
@@ -56,7 +56,7 @@ def _fullest(found: Outlook) -> dict[str, int]:
 def _verdict(found: Outlook) -> str:
     """Return the answer in one line."""
     if found.run is not None:
-        return f"Fits: {found.tokens_per_s:,.0f} tokens/s, {_seconds(found.period_s)} a step (estimated)."
+        return f"Fits: {found.tokens_per_s:,.0f} tokens/s, {seconds(found.period_s)} a step (estimated)."
     needs = []
     if found.memory is not None and not found.fits_device:
         needs.append(f"{_share(total(found.device_items), found.memory)} a worker")
@@ -107,11 +107,11 @@ def _facts(found: Outlook) -> list[str]:
     if (sent := found.communication) is not None:
         rate = sent.network.bytes_per_s
         share = 100 * sent.cost_s / found.period_s
-        hidden = f"of which {_seconds(sent.cost_s)} ({share:.0f} % of a step) are not hidden"
+        hidden = f"of which {seconds(sent.cost_s)} ({share:.0f} % of a step) are not hidden"
         hidden = "which is hidden behind computing" if sent.is_hidden else hidden
         lines.append(
             f"{sent.network.machines} machines: each sends and receives {sent.nbytes / 1e9:,.2f} GB a step, which "
-            f"takes {_seconds(sent.busy_s)} at {rate / 1e9:,.2f} GB/s, {hidden}."
+            f"takes {seconds(sent.busy_s)} at {rate / 1e9:,.2f} GB/s, {hidden}."
         )
     if (stuck := found.shape.refined.stuck) is not None:
         lines.append(f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}.")
@@ -137,8 +137,8 @@ def _notes(found: Outlook) -> list[str]:
     )
     adapters = "" if request.lora == "none" else f", lora={request.lora}"
     lines = [
-        f"{request.model}{adapters}: {_count(parameters.trained + parameters.frozen)} weights, "
-        f"{_count(parameters.trained)} of them trained.",
+        f"{request.model}{adapters}: {count(parameters.trained + parameters.frozen)} weights, "
+        f"{count(parameters.trained)} of them trained.",
         f"{each}: {plural(found.workers, 'worker')}, {plural(found.microbatches, 'microbatch')} of "
         f"{found.microbatch_size} x {found.sequence_length:,} tokens, {request.precision}, "
         f"staleness {request.staleness}{reduced}.",
@@ -183,7 +183,7 @@ def _packed(found: Outlook) -> list[str]:
         copied += " In the others, every product reads a copy that is made for it." if once < stages else ""
     others = " The others are counted in 16 bits: load them so (model.dtype=bfloat16)."
     lines = [
-        f"{_count(parameters.packed)} of the frozen weights are in {parameters.packed_as} (model.quantization=), "
+        f"{count(parameters.packed)} of the frozen weights are in {parameters.packed_as} (model.quantization=), "
         f"{8 * parameters.packed_bytes / parameters.packed:.2f} bits each. "
         f"{copied}{others if parameters.compute_bytes < 4 else ''}"
     ]
@@ -240,14 +240,6 @@ def _share(need: int, limit: int) -> str:
 def _unit(nbytes: int) -> tuple[int, str]:
     """Return the unit that a size is written in."""
     return (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:,.2f} billion" if number >= 1e8 else f"{number / 1e6:,.2f} million"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:

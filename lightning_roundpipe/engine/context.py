@@ -92,7 +92,7 @@ def make_context(
         found = layers_that_fit(module, options, devices, formats, fitting=fitting)
         model = HostModel(module, found.layers, devices[0], formats, double_buffered=bool(options.staleness))
     hints = Hints(inform)
-    hints.of_cuts(found)
+    hints.of_cuts(found, fitting=fitting)
     casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
     may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
     carries = may_carry and not compiler.compiled

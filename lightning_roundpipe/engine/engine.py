@@ -102,15 +102,14 @@ class Engine:
             measures=plan is None and context.options.overlap and not context.learned.in_order,
         )  # fmt: skip
         step = Step(context, spec, before)
-        self._set_up()
-        keeps = step.spec.plan is not None or not context.options.overlap or context.learned.in_order
-        context.gradients.pool.begin_window(keeps=keeps)
+        self._enter_settings()
+        context.gradients.pool.begin_window(keeps=not spec.measures)
         runs: list[Microbatch] = []
         try:
             with self._failing(step):
-                with context.user.intercepted(step.spec.scope.fail):
+                with context.user.intercepted(spec.scope.fail):
                     try:
-                        step.run(functions, in_order=step.spec.plan is None or not context.options.overlap)
+                        step.run(functions, in_order=plan is None or not context.options.overlap)
                     finally:
                         runs = step.microbatches
                 before, self._step_in_flight = self._step_in_flight, step
@@ -133,7 +132,7 @@ class Engine:
                 raise
             return result
         finally:
-            if not (step.spec.overlaps and step.gradients is not None):
+            if not (overlaps and step.gradients is not None):
                 self._drain()
         return result
 
@@ -147,7 +146,7 @@ class Engine:
         self._prepare(zero_grad=False)
         context = self.context
         step = ManualStep(context, seed, self.updates)
-        self._set_up()
+        self._enter_settings()
         context.gradients.pool.begin_window(keeps=True)
         try:
             with self._failing(step), context.user.intercepted(step.spec.scope.fail):
@@ -282,8 +281,8 @@ class Engine:
             self.reports.finished(step)
         step.release()
 
-    def _set_up(self) -> None:
-        """Enter the settings that hold until no step is in flight."""
+    def _enter_settings(self) -> None:
+        """Enter what holds until no step is in flight: the devices' settings, and those of the user's module."""
         devices = self.context.pool.devices
         for device in devices:
             device.follow_caller()

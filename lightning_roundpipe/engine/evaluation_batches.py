@@ -197,7 +197,7 @@ class _Weights(WeightGuard):
             layer.check.snapshot()
         layer.check.assert_unmodified()
 
-    def called(self, call: LayerCall) -> bool:
+    def note_call(self, call: LayerCall) -> bool:
         return self.writes
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:

@@ -215,7 +215,7 @@ class Outcome:
             self.differentiable = [t for t in found if t.requires_grad]
 
     def hand_out(self, originals: dict[int, Any]) -> None:
-        """Become what user code sees, which has ``originals`` for the layer's objects, by the ids of these."""
+        """Replace the layer's objects by those that user code has for them: ``originals``, by the ids of the former."""
         for original, copy in self.copies:
             originals[id(copy)] = original
         self.mutated = [(i, originals[id(t)] if t.requires_grad else t) for i, t in self.mutated]
@@ -435,7 +435,7 @@ class Executor:
     def _part_from_lent(
         self, run: Outcome, found: list[Tensor], lent: set[int], originals: dict[int, Any]
     ) -> dict[int, Tensor]:
-        """Let the caller have clones of outputs in memory that others get next: views of weights, and of inputs.
+        """Clone outputs in memory that other calls get next, for user code: views of weights, and of inputs.
 
         Returns the clones, by the ids of these outputs.
         """
@@ -452,7 +452,7 @@ class Executor:
         return clones
 
     def _reconnect(self, call: LayerCall, run: Outcome, originals: dict[int, Any]) -> None:
-        """Let user code have the outputs of a repeated call where it has had them."""
+        """Bring the outputs of a repeated call to the device of the first one's, and into the graph of user code."""
         assert call.reconnect is not None
         found = list(run.differentiable)
         collect([run.result, [c for _, c in run.copies], run.written], {*originals, *map(id, found)}, found)

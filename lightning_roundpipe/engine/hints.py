@@ -45,10 +45,10 @@ class Hints:
             f"Trainer(accumulate_grad_batches={asked}).",
         )
 
-    def of_cuts(self, refined: Refined) -> None:
-        """Hint: layers that were too large for a worker were cut."""
-        if refined.cuts:
-            self.cuts = "; ".join(refined.summary())
+    def of_cuts(self, refined: Refined, *, fitting: bool) -> None:
+        """Hint, unless only an evaluation follows: layers that were too large for a worker were cut."""
+        self.cuts = "; ".join(refined.summary()) if refined.cuts else ""
+        if self.cuts and fitting:
             self.say("cuts", f"cut {self.cuts}: two of them with their gradients do not fit on a device.")
 
     def say(self, key: str, text: str) -> None:

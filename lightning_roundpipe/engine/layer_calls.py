@@ -62,7 +62,7 @@ class LayerCalls:
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer call on a worker, between two sections of user code."""
         sections, turns = self.sections, self.turns
-        if layer.seen.sets_attributes and (slot := turns.coming(layer)) is not None:
+        if layer.seen.sets_attributes and (slot := turns.next_slot_of(layer)) is not None:
             sections.exit()
             turns.acquire(slot)  # within its turn, it finds what the call of the microbatch before has set
             sections.enter(sections.number)
@@ -126,7 +126,7 @@ class LayerCalls:
         """Run a call in its turn [1]. Returns what user code gets."""
         turns, tensors = self.turns, call.inputs.arguments.tensors
         activations, homes = turns.activations, list(map(turns.home_of, tensors))
-        slot = turns.of(call, "forward")
+        slot = turns.slot_of(call, "forward")
         device, keeps = self.context.pool.workers[slot.worker].device, slot.phase == "fused"
         coming = {i: activations.save(tensors[i], home) for i, home in enumerate(homes) if home is not device}
         if taped and slot.position is None and turns.round and call.reconnect is None:
@@ -149,7 +149,7 @@ class LayerCalls:
             inputs = [bring(coming.get(i, tensor), device, lent=not keeps) for i, tensor in enumerate(tensors)]
             with without_caller_modes():
                 outcome = executor.forward(call, slot, inputs, keep_graph=keeps, carries=carries)
-            if self.weights.called(call):
+            if self.weights.note_call(call):
                 worker.wait_for_upload(slot, call.layer)
             if call.output_kinds and not (taped or keeps):  # it computes with a parameter of another module
                 call.inputs.saved = list(map(activations.save, tensors, homes))
@@ -190,7 +190,7 @@ class LayerCalls:
 
 
 class Tape(LayerCalls):
-    """The calls of a microbatch, with their backward."""
+    """Adds the backwards of the calls: it walks the list `tape` from its end."""
 
     def close(self) -> None:
         """Forget all calls. A gradient that reaches one of them later is an error."""
@@ -244,7 +244,7 @@ class Tape(LayerCalls):
     def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:
         """Run a call's backward in its turn [3]. Returns the gradients of its inputs, and the device they are on."""
         turns, activations = self.turns, self.turns.activations
-        slot = turns.of(call, "backward")
+        slot = turns.slot_of(call, "backward")
         planned, device = slot.position is not None, self.context.pool.workers[slot.worker].device
         self._refuse_unplaced(call, slot.gradients.sums.get(call.index))
         parts = self._gradients_of(call, device)

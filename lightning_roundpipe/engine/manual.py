@@ -132,7 +132,7 @@ class _Weights(WeightGuard):
             layer.bucket.refresh()
             self._copied[layer.index] = now
 
-    def called(self, call: LayerCall) -> bool:
+    def note_call(self, call: LayerCall) -> bool:
         """Note the weights that a call was made with, and let its upload end [1]."""
         if call.output_kinds and call.reconnect is None:
             self._at_call[call] = call.layer.weights.written()

@@ -2,7 +2,7 @@
 
     user code ── in sections between its layer calls ── see `user_sections` ── [1]
     a layer is called ── its forward on the worker of its slot ── see `layer_calls` ── [2]
-    the loss ── weighed ── backward through user code and the stages that keep their graph ── [3]
+    the loss ── weighed ── backward through the user code behind the last layer ── [3]
     the tape, deepest call first ── backward on the workers, and through the user code in front ── [4]
     a layer is called in a backward of user code, by a checkpoint ── see `repeated_calls` ── [5]
 

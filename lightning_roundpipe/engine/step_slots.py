@@ -236,7 +236,7 @@ class Turns:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def of(self, call: LayerCall, phase: Phase) -> Slot:
+    def slot_of(self, call: LayerCall, phase: Phase) -> Slot:
         """Return the slot of a call's forward or backward: that of the plan, or one for this call alone."""
         if call.planned and call.layer.index not in self.outside:
             planned = self.slots.planned(call.index, phase, self.round)
@@ -255,7 +255,7 @@ class Turns:
         call.slot.worker = worker
         return call.slot
 
-    def coming(self, layer: HostLayer) -> Slot | None:
+    def next_slot_of(self, layer: HostLayer) -> Slot | None:
         """Return the slot of the next planned call of ``layer``, if its turn is still to come."""
         calls = self.slots.trace.calls if self.slots.trace is not None and layer.index not in self.outside else []
         call = next((i for i in range(self.next, len(calls)) if calls[i].layer is layer), None)

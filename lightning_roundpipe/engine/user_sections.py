@@ -241,8 +241,8 @@ class WeightGuard:
         self.sections.turns.outside.add(layer.index)
         self._written = [master for master in self._written if not any(master is other for other in mine)]
 
-    def called(self, call: LayerCall) -> bool:
-        """Note a call. Return whether user code behind it may write to its weights, so that its upload has to end.
+    def note_call(self, call: LayerCall) -> bool:
+        """Note a call. Return whether the host waits for its upload, as user code behind it may write to the weights.
 
         If a backward follows, it may not.
         """

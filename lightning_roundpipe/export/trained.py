@@ -20,18 +20,18 @@ from omegaconf import DictConfig, OmegaConf
 from peft import PeftConfig
 from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_roundpipe.export.merging import IN_PEFT
-from lightning_roundpipe.messages import first_line, plural
-from lightning_roundpipe.model.loading import Pretrained, from_the_hub, reading
+from lightning_roundpipe.messages import plural
+from lightning_roundpipe.model.loading import Pretrained, find_files, read_config, reading
 
 
 @dataclass(frozen=True)
 class Base:
     """The model that was trained. Its weights are in ``folder``, or ``load`` makes them in memory.
 
-    ``setting``: how an error names the model; ``name``: how PEFT's configuration of adapters does.
+    ``setting``: how an error names the model.
     """
 
     config: PretrainedConfig
@@ -39,7 +39,6 @@ class Base:
     folder: Path | None
     load: Callable[[], PreTrainedModel] | None
     setting: str
-    name: str | None
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _of_run(folder: Path, ckpt: str | Path | None, base: str | None) -> Trained:
         found = _named_base(base)
     else:
         found = _base_of_run(model, cfg.get("seed"), working, setting)
-        if (quantised := model.get("quantization")) and found.name:
+        if quantised := model.get("quantization"):
             notes.append(f"trained on weights in {quantised}; the base model is the weights that those were made of")
     file, why = _checkpoint(folder, cfg, ckpt, setting)
     place = OmegaConf.select(cfg, "data.tokenizer")  # None also where it was left to be filled in
@@ -155,20 +154,8 @@ def _of_adapters(folder: Path, base: str | None, setting: str) -> Trained:
 def _named_base(base: str) -> Base:
     """Return the model in a folder, or of that name on the hub."""
     setting = f"base={base}"
-    folder = Path(base).expanduser().absolute()
-    if not folder.is_dir():
-        try:
-            folder = from_the_hub(base, weights=True)
-        except Exception as error:
-            raise ValueError(
-                f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {first_line(error)}. "
-                "Name a folder with config.json and safetensors files."
-            ) from error
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")
-    with reading(folder, setting):
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return Base(config, None, folder, None, setting, base)
+    folder = find_files(base, setting, weights=True)
+    return Base(read_config(folder, setting), None, folder, None, setting)
 
 
 def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: str) -> Base:
@@ -181,7 +168,7 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
     found = _made(OmegaConf.create(unpacked), setting)
     if found.folder is not None or found.gguf is not None:
         load = None if found.folder is not None else found.load
-        return Base(found.config, found.tokenizer, found.folder, load, setting, found.source)
+        return Base(found.config, found.tokenizer, found.folder, load, setting)
     if model.get("quantization"):
         raise ValueError(
             f"{setting}: its base model has random weights that were quantised, which are not drawn again. Name a "
@@ -197,7 +184,7 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
         seed_everything(int(seed), workers=True, verbose=False)
         return found.load()
 
-    return Base(found.config, found.tokenizer, None, draw, setting, None)
+    return Base(found.config, found.tokenizer, None, draw, setting)
 
 
 def _made(model: DictConfig, setting: str) -> Pretrained:

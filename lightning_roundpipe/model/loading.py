@@ -154,7 +154,7 @@ def from_folder(
     if not path.is_dir():
         raise FileNotFoundError(f"{setting} is not a folder. Name one that holds a Hugging Face model.")
     form = _Form(dtype, quantization, double_quantization, rope)
-    return _from_files(path, setting, form, _configuration(path, setting))
+    return _from_files(path, setting, form, read_config(path, setting))
 
 
 def from_config(
@@ -184,9 +184,9 @@ def from_config(
         load = _making(model_type, settings)(lambda: form.random(config))
         return Pretrained(config, None, f"a random {model_type}", load)
     setting = f"model.weights={str(weights)!r}"
-    path = _find(str(weights), setting, weights=True)
+    path = find_files(str(weights), setting, weights=True)
     if (path / "config.json").is_file():
-        own = _configuration(path, setting)
+        own = read_config(path, setting)
         _refuse_other_shape(own, config, {"model_type": model_type, **settings}, setting)
         config = own
     return _from_files(path, setting, form, config, given=True)
@@ -218,8 +218,8 @@ def from_name(
     """
     form = _Form(dtype, quantization, double_quantization, rope)
     setting = f"model.name={name!r}"
-    path = _find(name, setting, weights=weights == PRETRAINED)
-    config = _configuration(path, setting)
+    path = find_files(name, setting, weights=weights == PRETRAINED)
+    config = read_config(path, setting)
     if weights == PRETRAINED:
         return _from_files(path, setting, form, config)
     if weights == RANDOM:
@@ -229,33 +229,29 @@ def from_name(
         draw = reading(path, setting)(lambda: form.random(config))
         return Pretrained(config, tokenizer, f"a random {name}", draw)
     setting = f"model.weights={str(weights)!r}"
-    found = _from_files(_find(str(weights), setting, weights=True), setting, form, config, given=True)
+    found = _from_files(find_files(str(weights), setting, weights=True), setting, form, config, given=True)
     return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
 
 
-def from_the_hub(name: str, *, weights: bool) -> Path:
-    """Return the folder with the files of the model ``name``, cached or downloaded. There are errors of many types."""
-    wanted = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
-    return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
-
-
-def _find(text: str, setting: str, *, weights: bool) -> Path:
-    """Return the folder that ``text`` names, local or downloaded from the hub."""
+def find_files(text: str, setting: str, *, weights: bool) -> Path:
+    """Return the folder that ``text`` names: a local one, or that of a model on the hub, cached or downloaded."""
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         return path
     if path.is_file():
         raise FileNotFoundError(f"{setting} is a file. Name the folder that it is in.")
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
-        return from_the_hub(text, weights=weights)
-    except Exception as error:
+        return Path(snapshot_download(text, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except Exception as error:  # of many types
         raise FileNotFoundError(
             f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {first_line(error)}. Name a "
             "folder with safetensors files, or check the name and the connection."
         ) from error
 
 
-def _configuration(path: Path, setting: str) -> PretrainedConfig:
+def read_config(path: Path, setting: str) -> PretrainedConfig:
+    """Return the configuration of the model in a folder. ``setting``: how errors name it."""
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{setting} holds no config.json. Name the folder that save_pretrained() wrote.")
     with reading(path, setting):

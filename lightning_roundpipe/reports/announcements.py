@@ -17,14 +17,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_roundpipe.config import Emulation, Options
+from lightning_roundpipe.config import Emulation, Options, parse_bytes
 from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.memory.budget import peak_bytes, worker_bytes
-from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
+from lightning_roundpipe.messages import PREFIX, count, gib, plural, seconds, warn
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.optim.independence import KNOWN, is_torchs
-from lightning_roundpipe.planning.memory import carried_bytes
+from lightning_roundpipe.planning.memory import carried_bytes, size_text
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.planned import planned_seconds
 
@@ -141,14 +141,6 @@ def how_cut(sizes: Sequence[int]) -> str:
     return f"{plural(len(sizes), 'microbatch')} of {samples}"
 
 
-def count(number: int) -> str:
-    """Return a number in words: ``"950"``, ``"13.4 k"``, ``"134.5 M"``, ``"7.2 B"``."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return str(number)
-
-
 def host_bytes(engine: Engine, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
     """Return the host memory that stays in use between steps: weights, their copies, gradients and optimizer state."""
     flats = [flat for layer in engine.model.layers for flat in layer.weights.flats]
@@ -188,13 +180,10 @@ def changed_settings(options: Options) -> dict[str, str]:
     for name in (f.name for f in fields(Options)):
         value = getattr(options, name)
         if value != getattr(default, name):
-            changed[name] = _size(value) if name == "memory_budget" else name_setting(value)
+            if name == "memory_budget" and value > 1 and parse_bytes(short := size_text(value), name) == value:
+                value = short
+            changed[name] = name_setting(value)
     return changed
-
-
-def _size(value: Any) -> str:
-    whole = isinstance(value, int) and value % 2**20 == 0
-    return repr(f"{value >> 30}GiB" if whole and value % 2**30 == 0 else f"{value >> 20}MiB" if whole else value)
 
 
 def name_setting(value: Any) -> str:

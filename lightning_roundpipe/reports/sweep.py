@@ -20,13 +20,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_roundpipe.messages import gib, seconds
+
 Row = dict[str, Any]
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "step_time_s": ("step time", "{:,.3f} s".format),
+    "step_time_s": ("step time", seconds),
     "bubble_pct": ("bubble", "{:.1f} %".format),
-    "peak_device_gib": ("device peak", lambda gib: memory(gib)),
-    "peak_host_gib": ("host peak", lambda gib: memory(gib)),
+    "peak_device_gib": ("device peak", lambda size: gib(size * 2**30)),
+    "peak_host_gib": ("host peak", lambda size: gib(size * 2**30)),
     "train_loss": ("train loss", "{:.4f}".format),
     "val_loss_after": ("val loss", "{:.4f}".format),
 }
@@ -131,9 +133,3 @@ def setting_names(keys: Sequence[str]) -> dict[str, str]:
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: key.rpartition(".")[2] for key in keys}
     return {key: (name if last[name] == 1 and len(name) > 1 else key).replace("_", " ") for key, name in short.items()}
-
-
-def memory(gib: float) -> str:
-    """Return a size in the unit that suits it."""
-    mib = gib * 1024
-    return f"{gib:,.2f} GiB" if gib >= 1 else f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:,.1f} MiB"

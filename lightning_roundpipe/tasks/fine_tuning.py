@@ -67,6 +67,10 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     _check_types(cfg)
     _check_step(cfg)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    measurements, settings = Measurements(), cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    trainer = _make_trainer(
+        cfg, measurements, settings
+    )  # first: its settings are checked, and a model may take minutes
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
     facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.config.get_text_config().vocab_size}
@@ -87,13 +91,12 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     )
     if isinstance(data, TextFiles) and data.rows == "packed" and isinstance(task, CausalLM):
         task.keep_documents_apart()
-    measurements, settings = Measurements(), cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     return Job(
         name=cfg.name,
         folder=folder,
         started=started,
         source=pretrained.source,
-        trainer=_make_trainer(cfg, measurements, settings),
+        trainer=trainer,
         task=task,
         data=data,
         tokenizer=pretrained.tokenizer,

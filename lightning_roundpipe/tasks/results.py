@@ -17,11 +17,10 @@ from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.run_folder import strategy_report
 from lightning_roundpipe.devices.intraop_threads import cores
-from lightning_roundpipe.messages import plural
+from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.model.quantized import weights_in
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.reports.planned import replay_of
-from lightning_roundpipe.reports.sweep import memory
 
 _GIB = 2**30
 
@@ -106,10 +105,7 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
     changed.add_row("validation loss", _number(before, 4), _number(after, 4))
     changed.add_row("perplexity", *(_number(None if loss is None else math.exp(loss)) for loss in (before, after)))
     if prompt is not None:
-        # Text objects, because a model's output may look like rich's markup.
-        changed.add_row(
-            Text(prompt), Text(summary["completion_before"].strip()), Text(summary["completion_after"].strip())
-        )
+        changed.add_row(Text(prompt), _shown(summary["completion_before"]), _shown(summary["completion_after"]))
     console.print(changed)
     cost = Table("", "", title="What it cost", title_justify="left", show_header=False)
     as_it_ran, in_replay = "{:.1f} %", "{:.1f} %, the same times on devices of their own"
@@ -117,18 +113,23 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
         as_it_ran += f", as {plural(summary['workers'], 'emulated device')} share {plural(cores(), 'core')}"
     for label, key, show in (
         ("optimizer steps", "steps", str),
-        ("step time", "step_time_s", "{:,.2f} s".format),
+        ("step time", "step_time_s", seconds),
         ("speed", "tokens_per_s", "{:,.0f} tokens/s".format),
         ("bubble", "bubble_pct", as_it_ran.format),
         ("bubble in a replay", "replay_bubble_pct", in_replay.format),
-        ("host memory at its peak", "peak_host_gib", memory),
-        ("a device's at its peak", "peak_device_gib", memory),
-        ("weights uploaded", "weights_uploaded_gib", memory),
-        ("wall time", "wall_s", "{:,.0f} s".format),
+        ("host memory at its peak", "peak_host_gib", lambda size: gib(size * _GIB)),
+        ("a device's at its peak", "peak_device_gib", lambda size: gib(size * _GIB)),
+        ("weights uploaded", "weights_uploaded_gib", lambda size: gib(size * _GIB)),
+        ("wall time", "wall_s", seconds),
     ):
         if summary[key] is not None:
             cost.add_row(label, show(summary[key]))
     console.print(cost)
+
+
+def _shown(completion: str) -> Text:
+    """Return what a model has written, which may look like rich's markup, without control characters."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in completion.strip()))
 
 
 def _number(value: float | None, digits: int = 2) -> str:

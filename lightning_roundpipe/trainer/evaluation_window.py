@@ -18,7 +18,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -52,6 +52,7 @@ class EvaluationWindow:
         self._rolls = True
         """Whether hooks run while batches are in flight: not where a precision sets torch's default dtype, which is the
         process's, nor while masters are split, so that hooks would not find their values."""
+        self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._kind: tuple[Any, ...] = ()
         """The name of the step, and the number of the loader if the step gets it; empty if batches run alone."""
         self._given = 0
@@ -60,16 +61,24 @@ class EvaluationWindow:
         self._around = ExitStack()
 
     def step(self, name: str, context: Callable[[], AbstractContextManager[Any]], args: tuple[Any, ...]) -> Any:
-        """Return what the step ``name`` returns for a batch, when Lightning comes to it. ``args`` are the step's."""
+        """Return what the step ``name`` returns for a batch, when Lightning comes to it.
+
+        Args:
+            name: of the step.
+            context: the precision's context of the step. What the loop does between steps runs outside of it.
+            args: the step's.
+        """
+        self._context = context
         try:
-            with context():
-                known = self._flights and self._flights[0][0] is args[0]
-                run = self._flights.popleft()[1] if known else self._begin(name, args)
-                if run is None:
+            known = self._flights and self._flights[0][0] is args[0]
+            run = self._flights.popleft()[1] if known else self._begin(name, args)
+            if run is None:
+                with context():
                     return self._engine.evaluate(getattr(self._module, name), *args, kind=self._kind)
-                self._pipeline.wait_for(run)  # [2]
-                if self._rolls and run.result.error is None:
-                    self._fill(self._size)
+            self._pipeline.wait_for(run)  # [2]
+            if self._rolls and run.result.error is None:
+                self._fill(self._size)
+            with context():
                 self._pipeline.show(run)
                 if not self._flights:
                     self.end()
@@ -90,19 +99,24 @@ class EvaluationWindow:
         """Begin with a batch that is not in flight, and those behind it [1]. Return None if it runs alone."""
         self.end()
         self._kind, self._given = (name, *args[2:]) if self._size > 1 else (), len(args)
-        if not self._kind or not self._pipeline.knows(self._kind):
-            return None
-        self._fetcher = look_ahead(getattr(self._module.trainer._active_loop, "_data_fetcher", None))
+        trainer = self._module.trainer
+        self._fetcher = look_ahead(getattr(trainer._active_loop, "_data_fetcher", None))
         if self._fetcher is None:
             return None
-        self._engine.begin_evaluations(self._kind, self._size)
-        formats = self._engine.model.formats
-        self._rolls = not (formats.sets_default or formats.hidden)
-        self._around.enter_context(recorded_logs(LightningModule, lambda: getattr(self._thread, "logs", None)))
-        run = self._start(args)
-        self._fill(self._size - 1)
-        for _, other in () if self._rolls else self._flights:
-            self._pipeline.wait_for(other)
+        self._fetcher.show_updates(self._engine)
+        if not self._kind or not self._pipeline.knows(self._kind):
+            return None
+        deque(self._fetcher.take(trainer, self._size - 1), 0)  # the loader may read weights, which begins below hide
+        with self._context():
+            self._engine.begin_evaluations(self._kind, self._size)
+            formats = self._engine.model.formats
+            self._rolls = not (formats.sets_default or formats.hidden)
+            self._around.enter_context(recorded_logs(LightningModule, lambda: getattr(self._thread, "logs", None)))
+            run = self._start(args)
+            self._fill(self._size - 1)
+            for other in () if self._rolls else (run, *(other for _, other in self._flights)):
+                if other is not None:
+                    self._pipeline.wait_for(other)
         return run
 
     def _fill(self, number: int) -> None:
@@ -119,7 +133,8 @@ class EvaluationWindow:
             self._pipeline.close_round()
 
     def _start(self, args: tuple[Any, ...]) -> Batch | None:
-        return self._pipeline.start(functools.partial(self._run, args))
+        with self._context():
+            return self._pipeline.start(functools.partial(self._run, args))
 
     def _run(self, args: tuple[Any, ...]) -> Any:
         self._thread.logs = context_of_thread().logs

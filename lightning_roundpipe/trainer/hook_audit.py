@@ -15,9 +15,9 @@ A hook after the step may read ``.grad`` too: in plain training, the step's clip
 backward. So waiting for an update includes setting ``.grad``.
 
 The audit does not see code that Lightning does not call as a hook: a logger, a profiler, or the functions of a
-``LambdaLR`` (under bf16 it may find NaN in place of weights, see `split_masters`). `LookAhead` sees the data loader of
-training, and validation waits before it makes its loaders. Nor does it see hooks on a parameter's ``AccumulateGrad``
-node, which Python cannot list.
+``LambdaLR`` (under bf16 it may find NaN in place of weights, see `split_masters`). `LookAhead` sees data loaders, and
+validation waits before it makes its own. Nor does it see hooks on a parameter's ``AccumulateGrad`` node, which Python
+cannot list.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
@@ -35,6 +36,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
+
+from lightning_roundpipe.engine.engine import Engine
 
 TRANSFER = "_on_before_batch_transfer"
 """Attribute of a module's instance that `transfer_once` sets."""
@@ -77,8 +80,13 @@ class WholeUpdates(TorchFunctionMode):
 
     @override
     def __enter__(self) -> Self:
-        """Enter below other modes: a generator of the loader may enter one, and leave it at a later batch."""
-        _push((self, *_popped()))
+        """Enter below other modes: a generator of the loader may enter one, and leave it at a later batch.
+
+        The mode of the default device stays the lowest one, where torch looks for it.
+        """
+        default, modes = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), _popped()
+        lowest = int(default in modes)
+        _push((*modes[:lowest], self, *modes[lowest:]))
         return self
 
     @override
@@ -148,6 +156,13 @@ class LookAhead(_PrefetchDataFetcher):
                 self.taken.append(((batch, index, loader), position))
             taken, index, loader = self.taken[i][0]
             yield taken.batch, index, loader
+
+    def show_updates(self, engine: Engine) -> None:
+        """Let the loader find whole updates of ``engine``, if it updates weights [3]."""
+        if engine.updates is not None:
+            self.whole = WholeUpdates(engine.settle, engine.model.bucket_of.keys())
+        else:
+            self.whole = nullcontext()
 
     @override
     def __next__(self) -> Any:

@@ -158,6 +158,19 @@ class Stepping:
                 return  # the gradients accumulated in .grad stay there until the step that uses them
             self._settle_for(looks)
         self._listening = now
+        self._refuse_options(reason)
+        if reason is None:
+            if not self.asynchronous:
+                self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
+            if self._engine.updates is not None:
+                self._engine.updates.gradients.keeps = reads_gradients(looks)
+        else:
+            self._engine.enable_async_optimizer(None)
+            self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
+        self._keep_own_state()
+
+    def _refuse_options(self, reason: str | None) -> None:
+        """Raise if options need the optimizer's thread, which ``reason`` rules out, or do not suit the optimizer."""
         options = self._engine.context.options
         form, device, staleness = options.optimizer_state, options.optimizer_device, options.staleness
         if form != FP32 and (why := reason or self._unpackable()) is not None:
@@ -170,20 +183,11 @@ class Stepping:
                 f"optimizer_device={device!r} has workers step, layer by layer, what the host has no fused kernel for, "
                 f"which is not possible: {why}. Set optimizer_device='cpu', or change that."
             )
-        if reason is None:
-            if not self.asynchronous:
-                self._engine.enable_async_optimizer(lambda: next(iter(self._trainer.optimizers), None))
-            if self._engine.updates is not None:
-                self._engine.updates.gradients.keeps = reads_gradients(looks)
-        elif staleness:
+        if staleness and reason is not None:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
                 "Set staleness=0, or change that."
             )
-        else:
-            self._engine.enable_async_optimizer(None)
-            self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
-        self._keep_own_state()
 
     def loaded(self) -> None:
         """Take note that the optimizer's state was loaded, and may still lie in the file."""

@@ -22,8 +22,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -35,7 +34,14 @@ from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.engine.engine import Engine
 from lightning_roundpipe.engine.step import WindowResult
-from lightning_roundpipe.trainer.lookahead import LookAhead, WholeUpdates, look_ahead
+from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
+
+
+class _Batch(NamedTuple):
+    """A batch of a window: its number in the epoch, from 1, and its microbatches."""
+
+    place: int
+    microbatches: range
 
 
 class Window:
@@ -53,96 +59,98 @@ class Window:
     """
 
     def __init__(self, module: LightningModule, options: Options, args: tuple[Any, ...], serial: str | None) -> None:
-        self._module, self._trainer = module, module.trainer
-        epoch, self._accumulated = self._trainer.fit_loop.epoch_loop, self._trainer.accumulate_grad_batches
-        to_come = -epoch.batch_progress.current.ready % self._accumulated
+        self._trainer, self._serial, self._accumulated = module.trainer, serial, module.trainer.accumulate_grad_batches
+        self._epoch = self._trainer.fit_loop.epoch_loop
         self._fetcher = fetcher = look_ahead(self._trainer.fit_loop._data_fetcher)
-        batches: list[Any] = [args[0]]
-        self._serial = serial
-        statistics = epoch.automatic_optimization._skip_backward  # a pass for those of BatchNorm
-        if fetcher is not None and not (self._serial or statistics):
-            batches += [batch for batch, *_ in fetcher.take(self._trainer, to_come)]
         if fetcher is None and (options.num_microbatches or options.microbatch_size):
             raise ValueError(
                 "training_step takes dataloader_iter, so the strategy has no batch to cut: leave out num_microbatches "
                 "and microbatch_size, or let training_step take the batch."
             )
+        place = self._epoch.batch_progress.current.ready
+        self._begins_epoch = place == 1 and not isinstance(args[0], Microbatches)
+        batches = [args[0], *self._take_others()]
         self.span = len(batches)
-        self._progress = _ProgressOfBatches(epoch.batch_progress, self.span, fetcher)
-        self.samples: list[int] = []
-        self._functions: list[Callable[[], Any]] = []
-        self._stops: dict[int, bool] = {}
-        """Whether ``trainer.should_stop`` was set when a microbatch had ended."""
-        self._batches: list[tuple[int, list[int]]] = []
-        """Those to come: by their place in the epoch, their microbatches."""
+        self._progress = _ProgressOfBatches(self._epoch.batch_progress, self.span, fetcher)
+        self._batches: list[_Batch] = []
+        self._next = 0
+        """The index of the batch that the loop comes to next."""
         parts: list[Any] = []
-        self._of_batch = of_batch = list[int]()
-        for i, batch in enumerate(batches):
-            if batch is None and i:
+        self._functions: list[Callable[[], Any]] = []
+        self._offsets = offsets = list[int]()
+        """For each microbatch, how many batches after the first its own is."""
+        for offset, batch in enumerate(batches):
+            if batch is None and offset:
                 continue  # the loop skips it
-            number, size = options.num_microbatches, options.microbatch_size
-            mine = [batch] if fetcher is None else cut(batch, number, size)
-            rest = (args[1] + i, *args[2:]) if len(args) > 1 else ()
+            mine = [batch] if fetcher is None else cut(batch, options.num_microbatches, options.microbatch_size)
+            rest = (args[1] + offset, *args[2:]) if len(args) > 1 else ()
             self._functions += [functools.partial(module.training_step, part, *rest) for part in mine]
-            self._batches.append((epoch.batch_progress.current.ready + i, [*range(len(parts), len(parts) + len(mine))]))
+            self._batches.append(_Batch(place + offset, range(len(parts), len(parts) + len(mine))))
             parts += mine
-            of_batch += [i] * len(mine)
+            offsets += [offset] * len(mine)
         self.samples = [samples_in(part) for part in parts]
         own: Any = getattr(module, "loss_weight", None)
         by = options.loss_weight or (own if callable(own) else None)
         given = given_weights(by, parts) if callable(by) else ()
-        self._weights = LossWeights(by, self.samples, of_batch, self._accumulated, given)
+        self._weights = LossWeights(by, self.samples, offsets, self._accumulated, given)
+        self._stops: dict[int, bool] = {}
+        """Whether ``trainer.should_stop`` was set when a microbatch had ended."""
         self._result = WindowResult()
         self._losses: dict[int, Tensor] = {}
-        self._all = [microbatches for _, microbatches in self._batches]
-        self._begins_epoch = epoch.batch_progress.current.ready == 1 and not isinstance(args[0], Microbatches)
-        self._next_batch = 0
+
+    def _take_others(self) -> list[Any]:
+        """Take the batches behind the first one from the fetcher; none if batches run one at a time."""
+        statistics = self._epoch.automatic_optimization._skip_backward  # a pass for those of BatchNorm
+        if self._fetcher is None or self._serial or statistics:
+            return []
+        to_come = -self._epoch.batch_progress.current.ready % self._accumulated
+        return [batch for batch, *_ in self._fetcher.take(self._trainer, to_come)]
 
     @property
     def ended(self) -> bool:
         """Whether the loop has come to all batches."""
-        return not self._batches
+        return self._next == len(self._batches)
 
     def run(self, engine: Engine, seed: tuple[int, ...], *, zero_grad: bool) -> None:
         """Run all microbatches [1]."""
         hints, options = engine.context.hints, engine.context.options
         if self._serial and self._accumulated > 1:
             hints.say("one", f"the batches of a window run one at a time, on one device: {self._serial}.")
-        stopping, epoch = self._trainer.should_stop, self._trainer.fit_loop.epoch_loop
         functions = [functools.partial(self._step, m) for m in range(len(self._functions))]
-        before, epoch.batch_progress = epoch.batch_progress, self._progress  # type: ignore[assignment]
+        stopping, before = self._trainer.should_stop, self._epoch.batch_progress
+        self._epoch.batch_progress = self._progress  # type: ignore[assignment]
         try:
             with recorded_logs(LightningModule, engine.current_log, self._trainer._results):
-                self._result = result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
+                self._result = engine.train_window(functions, self._weights, seed, zero_grad=zero_grad)
         finally:
-            epoch.batch_progress = before
+            self._epoch.batch_progress = before
         self._trainer.should_stop = stopping
         if self._fetcher is not None:
-            masters = engine.model.bucket_of.keys()
-            self._fetcher.whole = WholeUpdates(engine.settle, masters) if engine.updates is not None else nullcontext()
-        workers = len(engine.context.pool.workers)
-        asked = options.num_microbatches or 1
-        if self._begins_epoch and len(self._all[0]) < asked:
-            hints.of_few_samples(asked, len(self._all[0]))
+            self._fetcher.show_updates(engine)
+        workers, asked = len(engine.context.pool.workers), options.num_microbatches or 1
+        if self._begins_epoch and (parts := len(self._batches[0].microbatches)) < asked:
+            hints.of_few_samples(asked, parts)
         elif len(functions) == self._accumulated == 1 < workers:  # not a short window, nor a closure's second call
             hints.of_one_microbatch(workers)
         self._functions = []
-        losses: dict[int, tuple[Tensor, bool]] = {}
-        for batch, microbatches in enumerate(self._all):
+        self._losses = self._losses_of(self._result)
+
+    def _losses_of(self, result: WindowResult) -> dict[int, Tensor]:
+        """Return the losses that Lightning gets, by the batch's index. A batch has none before all its parts do."""
+        found: dict[int, tuple[Tensor, bool]] = {}
+        for batch, (_, microbatches) in enumerate(self._batches):
             runs = [result.microbatches[m] for m in microbatches if m < len(result.microbatches)]
-            found = [(run.loss, run.weight) for run in runs if run.loss is not None]
-            if found and len(runs) == len(microbatches):
-                value = joined_loss([loss for loss, _ in found], [w for _, w in found], adds=self._weights.adds)
-                losses[batch] = value, any(run.differentiable for run in runs)
+            losses = [(run.loss, run.weight) for run in runs if run.loss is not None]
+            if losses and len(runs) == len(microbatches):
+                value = joined_loss([loss for loss, _ in losses], [w for _, w in losses], adds=self._weights.adds)
+                found[batch] = value, any(run.differentiable for run in runs)
         if result.gradients is not None:
-            self._losses = dict(zip(losses, result.gradients.losses([*losses.values()]), strict=True))
-        else:  # a later batch has failed, and no optimizer step follows
-            self._losses = {
-                batch: value.requires_grad_(differentiable) for batch, (value, differentiable) in losses.items()
-            }
+            return dict(zip(found, result.gradients.losses([*found.values()]), strict=True))
+        # A later batch has failed, and no optimizer step follows.
+        return {batch: value.requires_grad_(differentiable) for batch, (value, differentiable) in found.items()}
 
     def _step(self, microbatch: int) -> Any:
-        self._progress.show(self._of_batch[microbatch])
+        self._progress.show(self._offsets[microbatch])
         output = self._functions[microbatch]()
         self._stops[microbatch] = self._trainer.should_stop
         return output
@@ -154,9 +162,9 @@ class Window:
             RoundPipeError: the loop has skipped a batch of the window, or the window's length was changed within it.
             Exception: what ``training_step`` has raised for this batch [3].
         """
-        expected, microbatches = self._batches.pop(0)
-        batch, self._next_batch = self._next_batch, self._next_batch + 1
-        if expected != self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        batch, self._next = self._next, self._next + 1
+        place, microbatches = self._batches[batch]
+        if place != self._epoch.batch_progress.current.ready:
             raise RoundPipeError(self.skipped())
         if batch and self._trainer.accumulate_grad_batches != self._accumulated:
             raise RoundPipeError(
@@ -167,7 +175,7 @@ class Window:
         result = self._result
         if microbatches[-1] >= len(result.microbatches):
             assert result.error is not None
-            self._batches = []
+            self._next = len(self._batches)
             for microbatch in range(microbatches[0], len(result.microbatches) + 1):
                 result.show(microbatch)
             raise result.error

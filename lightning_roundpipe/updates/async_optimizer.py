@@ -99,7 +99,7 @@ class AsyncOptimizer:
         )  # fmt: skip
         self._post(lambda: self.stepper.run(step))
         if is_first:
-            self._rest()
+            self._wait_until_idle()
 
     @property
     def begun(self) -> bool:
@@ -129,7 +129,7 @@ class AsyncOptimizer:
         """
         if not within_window:
             self._accumulate()
-        self._rest()
+        self._wait_until_idle()
         self._raise_error()
 
     def drop(self, error: BaseException) -> None:
@@ -140,7 +140,7 @@ class AsyncOptimizer:
         window, self._window = self._window, None
         if window is not None:
             window.release()
-        self._rest()
+        self._wait_until_idle()
         if self._error is error:  # an update has failed the step, which raises it
             self._error = None
         if self.torn:
@@ -179,7 +179,8 @@ class AsyncOptimizer:
             return None
         return window
 
-    def _rest(self) -> None:
+    def _wait_until_idle(self) -> None:
+        """Wait until the thread has done all that was submitted."""
         self._thread.watch(self._thread.submit(lambda: None).waiter.wait_for, "the optimizer's thread")
 
     def _post(self, work: Callable[[], None]) -> None:

@@ -65,26 +65,26 @@ class GradReadiness:
         with self._lock:
             self._uploads_left[bucket] -= 1
             self._uploads[bucket].append(upload)
-            self._look([bucket])
+            self._queue([bucket])
 
     def passed(self, buckets: Sequence[ParamBucket]) -> None:
         """Note that a call or a slot has passed each of ``buckets`` [1]."""
         with self._lock:
             for bucket in buckets:
                 self._open[bucket] -= 1
-            self._look(buckets)
+            self._queue(buckets)
 
     def forward_ended(self, read: Collection[ParamBucket]) -> None:
         """Note that all microbatches have their loss, and which buckets user code has ``read``."""
         with self._lock:
             self._read = read
-            self._look(list(self._coming))
+            self._queue(list(self._coming))
 
     def ended(self) -> None:
         """Note that all microbatches have ended, so user code reads nothing any more [2]."""
         with self._lock:
             self._ended = True
-            self._look(list(self._coming))
+            self._queue(list(self._coming))
 
     def fail(self) -> None:
         """Make `take` raise: the step has failed."""
@@ -100,7 +100,8 @@ class GradReadiness:
         with self._lock:
             self._unused -= 1
 
-    def _look(self, buckets: Iterable[ParamBucket]) -> None:
+    def _queue(self, buckets: Iterable[ParamBucket]) -> None:
+        """Queue those of the ``buckets`` that have become uploaded or ready."""
         for bucket in buckets:
             known = self._read is not None and (self._ended or bucket not in self._read)
             uploading = self._reports_uploads and not self._uploads_left[bucket]

@@ -5,9 +5,8 @@ in host buffers. Each returned loss is an autograd node, and the gradient that r
 all, is the factor to scale them by. Then there are two ways:
 
 * The last node's inputs are the masters that have a gradient. It returns the gradients, and autograd adds them to
-  ``.grad``.
-  Hooks, overridden parts of the step and any optimizer work as in plain training, but the step's backward must have
-  ended.
+  ``.grad``. Hooks, overridden parts of the step and any optimizer work as in plain training, but the step's backward
+  must have ended.
 * All nodes' input is a dummy, and `async_optimizer` takes the gradients from the buffers, bucket by bucket. It may
   begin while the step's backward is still running.
 """

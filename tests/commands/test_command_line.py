@@ -14,7 +14,7 @@ import lightning_roundpipe
 from lightning_roundpipe.commands import export, plan
 from lightning_roundpipe.commands.answer import Answer, table
 from lightning_roundpipe.commands.command_line import Parser, add_option, one_of, run, seconds, whole
-from lightning_roundpipe.commands.console import CLOSED_PIPE
+from lightning_roundpipe.commands.console import CLOSED_PIPE, console_command
 from lightning_roundpipe.config import parse_bytes
 
 
@@ -110,6 +110,14 @@ def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(monkeypatch, capsys):
         run("roundpipe-probe", lambda arguments: Answer(data=float("nan"), form="json"))
     assert run("roundpipe-probe", lambda arguments: Answer(verdict=Path("no/such").read_text())) == 2
     assert "no/such" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):
+    """While libraries are imported or a model is loaded, no traceback of theirs follows."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/roundpipe-probe"])
+    with pytest.raises(SystemExit) as ended:
+        console_command(lambda: _raise(KeyboardInterrupt()))()
+    assert ended.value.code == 130 and capsys.readouterr().err == "roundpipe-probe: interrupted.\n"
 
 
 def test_a_reader_that_stops_early_is_no_error():

@@ -84,6 +84,21 @@ def test_a_default_device_may_be_set_meanwhile(whole):
     assert torch.overrides._len_torch_function_stack() == 0
 
 
+def test_a_default_device_may_be_taken_back_meanwhile(whole, weight, calls):
+    torch.set_default_device("meta")
+    try:
+        with whole:
+            assert torch.ones(1).is_meta
+            torch.set_default_device(None)
+            assert not torch.ones(1).is_meta
+            weight.sum()
+            torch.set_default_device("meta")
+        assert calls and torch.overrides._len_torch_function_stack() == 1
+    finally:
+        torch.set_default_device(None)
+    assert torch.overrides._len_torch_function_stack() == 0
+
+
 def test_a_copy_has_no_updates(whole, weight, calls):
     with copy.deepcopy(whole):
         weight.sum()
