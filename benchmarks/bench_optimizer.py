@@ -34,6 +34,8 @@ from lightning_roundpipe.memory.grad_buffers import GradientMemory, HostGradSums
 from lightning_roundpipe.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates import async_optimizer, bucket_stepper
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
+from lightning_roundpipe.updates.current_optimizer import CurrentOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
 
@@ -75,7 +77,8 @@ class Engine:
         self._optimizer: Optimizer | None = None
         self._memory = GradientMemory(self.layers, self._device, NOTHING_ADDED, workers=1)
         self._memory.pool.keeps = True
-        self._updates = async_optimizer.AsyncOptimizer(self._buckets, self._memory.pool, lambda: self._optimizer)
+        current = CurrentOptimizer(lambda: self._optimizer, self._buckets)
+        self._updates = async_optimizer.AsyncOptimizer(BucketStepper(self._buckets, self._memory.pool, current))
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
         for master in self.masters:

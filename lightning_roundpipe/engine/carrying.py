@@ -31,36 +31,11 @@ from lightning_roundpipe.devices.alike import ALIGNED, copy_alike, misalignment,
 from lightning_roundpipe.engine.activations import download_parts
 from lightning_roundpipe.engine.events import Recorder
 from lightning_roundpipe.estimates.meter import flops_of
+from lightning_roundpipe.memory.flat_params import ParamSlice
 from lightning_roundpipe.memory.host_tensor import HostTensor
 
 COPIES = "carried products"
 _C: Any = torch._C
-
-
-class Place(NamedTuple):
-    """Where a tensor lies in a block of bytes."""
-
-    start: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def behind(cls, end: int, tensor: Tensor) -> Place:
-        """Return the first place for ``tensor`` from byte ``end`` on that has its alignment."""
-        size = tensor.itemsize
-        start = end + -end % ALIGNED + misalignment(tensor) * size
-        return cls(start, reach(tensor) * size, tensor.dtype, tensor.shape, tensor.stride())
-
-    def bytes_of(self, block: Tensor) -> Tensor:
-        """Return its bytes in ``block``."""
-        return block[self.start : self.start + self.nbytes]
-
-    def within(self, block: Tensor) -> Tensor:
-        """Return the tensor in ``block``, with a version counter of its own."""
-        part = self.bytes_of(block).view(self.dtype)
-        return part.as_strided(self.shape, self.stride).data
 
 
 class Product(NamedTuple):
@@ -68,7 +43,7 @@ class Product(NamedTuple):
 
     Attributes:
         operation: what was called.
-        outputs: what it returned: for tensors of the device copies, and once these go to the host, their `Place`;
+        outputs: what it returned: for tensors of the device copies, and once these go to the host, their place;
             None: it is computed again.
         state: of the device's generator behind it, if it may have drawn from it.
     """
@@ -177,10 +152,10 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
         """Let the copies begin to go to the host, as one block of bytes [2]."""
         device, products, self._products, end = self._device, self._products, [], 0
         copies = [t for product in products for t in product.outputs or () if _travels(t, device)]
-        places: dict[int, Place] = {}
+        places: dict[int, ParamSlice] = {}
         for copy in copies:
-            place = places[id(copy)] = Place.behind(end, copy)
-            end = place.start + place.nbytes
+            place = places[id(copy)] = _place_behind(end, copy)
+            end = place.offset + place.nbytes
         if not end:
             return NOTHING_CARRIED
         block = device.host_like(torch.empty(end, dtype=torch.uint8, device="meta"))
@@ -208,7 +183,8 @@ class Returning(_ProductMode):  # type: ignore[no-untyped-call]
             return operation(*args, **kwargs)
         if product.state is not None:
             self._generator.set_state(product.state)
-        outputs = [value.within(self._block) if isinstance(value, Place) else value for value in product.outputs]
+        # By way of ``data``, each has a version counter of its own.
+        outputs = [v.view(self._block).data if isinstance(v, ParamSlice) else v for v in product.outputs]
         return outputs[0] if len(operation._schema.returns) == 1 else tuple(outputs)
 
     def has_fitted(self) -> bool:
@@ -265,6 +241,12 @@ def _intensity(operation: OpOverload, args: Any, kwargs: Any, returned: Any, dev
 
 def _between(began: Any, ended: Any) -> float:
     return float(ended - began) if isinstance(began, float) else float(ended.time() - began.time())
+
+
+def _place_behind(end: int, tensor: Tensor) -> ParamSlice:
+    """Return the first place for ``tensor`` from byte ``end`` of a block on that has its alignment."""
+    start = end + -end % ALIGNED + misalignment(tensor) * tensor.itemsize
+    return ParamSlice(start, reach(tensor) * tensor.itemsize, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import local
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,10 +14,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.engine.compiling import forwards_of
 from lightning_roundpipe.engine.executor import Executor, FirstWindow
 from lightning_roundpipe.engine.hints import Hints
-from lightning_roundpipe.engine.layer_attributes import LayerAttributes
-from lightning_roundpipe.engine.main_thread import MainThread
 from lightning_roundpipe.engine.pool import Pool
-from lightning_roundpipe.engine.randomness import Randomness
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.estimates.nominal import nominal
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
@@ -31,8 +28,6 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.user_code.interception import InterceptedModule
-from lightning_roundpipe.user_code.module_state import SharedAttributes
-from lightning_roundpipe.user_code.thread_state import TorchThreadState, thread_locals_of
 
 
 @dataclass
@@ -63,31 +58,19 @@ class Context:
     """The parts of the engine that outlive a step.
 
     Attributes:
-        main: the main thread beside a step in flight.
         learned: what the first window has shown.
         user: the user's module, intercepted.
-        thread_locals: thread-local objects of user code, whose values microbatches' threads take over.
         exchange: sums gradients over several machines; None if there is only one.
     """
 
     options: Options
     model: HostModel
     pool: Pool
-    main: MainThread
-    executors: list[Executor]
     gradients: GradientMemory
-    attributes: LayerAttributes
-    shared: SharedAttributes
-    randomness: Randomness
     learned: Learned
-    thread_locals: tuple[local, ...]
     hints: Hints
     user: InterceptedModule
     exchange: GradientExchange | None = None
-
-    def thread_state(self) -> TorchThreadState:
-        """Capture the calling thread's torch modes."""
-        return TorchThreadState.capture(self.pool.device_types, self.thread_locals)
 
 
 def make_context(
@@ -110,36 +93,28 @@ def make_context(
         model = HostModel(module, found.layers, devices[0], formats, double_buffered=bool(options.staleness))
     hints = Hints(inform)
     hints.of_cuts(found, fitting=fitting)
+    casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
+    may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
+    carries = may_carry and not compiler.compiled
+    rates = nominal(devices[0].torch_device.type) if options.plan == "static" else None
+    first_window = FirstWindow(rates, casts=casts, carries=carries)
     pool = Pool(
-        devices, options.watchdog_timeout, prefetch=bool(options.prefetch),
-        elsewhere=peers.liveness.says if peers is not None else str,
+        devices, options.watchdog_timeout,
+        partial(Executor, compiler=compiler, masters=model.bucket_of, first_window=first_window),
+        prefetch=bool(options.prefetch), elsewhere=peers.liveness.says if peers is not None else str,
     )  # fmt: skip
     reduction, exchange = Reduction(_dtype(options.reduce_dtype), pool.summing), None
     if peers is not None:
         dtype, shards = _dtype(options.network_dtype), options.shard_optimizer
         exchange = GradientExchange(peers, model.buckets, dtype, shards=shards)
-    casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights
-    may_carry = options.carry_products or bool(options.plan_text and Plan.parse(options.plan_text).carry)
-    carries = may_carry and not compiler.compiled
-    rates = nominal(devices[0].torch_device.type) if options.plan == "static" else None
-    attributes, randomness = LayerAttributes(model.layers), Randomness(devices)
-    first_window = FirstWindow(rates, casts=casts, carries=carries)
-    shared = SharedAttributes(model.module)
-    shared.touched = attributes.touched
     return Context(
         options=options,
         model=model,
         pool=pool,
-        main=MainThread(pool, randomness),
-        executors=[Executor(worker, randomness, compiler, model.bucket_of, first_window) for worker in pool.workers],
         gradients=GradientMemory(model.layers, devices[0], reduction, len(devices)),
-        attributes=attributes,
-        shared=shared,
-        randomness=randomness,
         learned=Learned(),
-        thread_locals=thread_locals_of(model.module),
         hints=hints,
-        user=InterceptedModule(model, on_accelerator=pool.accelerator is not None),
+        user=InterceptedModule(model, pool.device_types),
         exchange=exchange,
     )
 

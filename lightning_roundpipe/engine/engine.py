@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -20,36 +19,21 @@ from lightning_roundpipe.engine.context import Context
 from lightning_roundpipe.engine.evaluation import Evaluations
 from lightning_roundpipe.engine.evaluation_batches import Batch
 from lightning_roundpipe.engine.manual import ManualStep
-from lightning_roundpipe.engine.microbatch import Microbatch, MicrobatchResult
+from lightning_roundpipe.engine.microbatch import Microbatch
 from lightning_roundpipe.engine.planner import Planner
 from lightning_roundpipe.engine.process_state import any_changes
 from lightning_roundpipe.engine.report import Reports
-from lightning_roundpipe.engine.step import Step, training_spec
+from lightning_roundpipe.engine.step import Step, WindowResult, training_spec
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.faults.notes import remedied
 from lightning_roundpipe.optim.partial_optimizer import bytes_elsewhere
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
+from lightning_roundpipe.updates.current_optimizer import CurrentOptimizer
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.worker_place import WorkerPlace
 from lightning_roundpipe.user_code.interception import without_caches
 from lightning_roundpipe.user_code.module_state import observed_writes
-
-
-@dataclass
-class WindowResult:
-    """What the microbatches of a window have given.
-
-    Attributes:
-        microbatches: those that have a result: all, or those before the one that failed.
-        gradients: the gradients behind their losses; None if there are none.
-        error: what ``training_step`` of the microbatch behind them has raised.
-        show: lets hooks find what a microbatch has left on modules. Call it for each, in order, the failed one last.
-    """
-
-    microbatches: list[MicrobatchResult] = field(default_factory=list)
-    gradients: StepGradients | None = None
-    error: Exception | None = None
-    show: Callable[[int], None] = lambda microbatch: None
 
 
 class Engine:
@@ -100,7 +84,7 @@ class Engine:
             The results of the microbatches. The backward of their losses puts gradients into ``.grad``, or sets the
             factor with which `AsyncOptimizer` takes them.
         """
-        with self.context.main.away():
+        with self.context.pool.main.away():
             return self._train_window(functions, weights, seed, zero_grad=zero_grad)
 
     def _train_window(
@@ -124,8 +108,6 @@ class Engine:
         try:
             with self._failing(step):
                 with context.user.intercepted(spec.scope.fail):
-                    context.attributes.begin()
-                    context.shared.begin()
                     try:
                         step.run(functions, in_order=plan is None or not context.options.overlap)
                     finally:
@@ -134,7 +116,7 @@ class Engine:
                 if before is not None:
                     self._end(before)
                 self.model.buffers.settle()
-                result = self._result_of(runs, step, None)
+                result = step.result(runs)
                 context.user.bring_metrics_to_host()
             self.planner.learn(step, self._drain)
             self._gradients = step.gradients
@@ -144,7 +126,7 @@ class Engine:
             failed = next((run.index for run in runs if run.result.error is error), None)
             if failed is None or is_sticky(error):  # it is not user code's, or devices cannot give results any more
                 raise
-            result = self._result_of(runs[: failed + 1], step, error)
+            result = step.result(runs[: failed + 1], error)
             if not failed:  # no result comes before it
                 result.show(0)
                 raise
@@ -168,8 +150,7 @@ class Engine:
         context.gradients.pool.begin_window(keeps=True)
         try:
             with self._failing(step), context.user.intercepted(step.spec.scope.fail):
-                context.randomness.learning = True
-                context.attributes.begin()
+                context.pool.randomness.learning = True
                 output = step.run_batch(function)
                 self.model.buffers.settle()
                 self.model.buffers.take_history()
@@ -195,26 +176,6 @@ class Engine:
             )
         self.context.learned.logs_in_backward |= context.ready.is_set
         return context.logs
-
-    def _result_of(self, runs: Sequence[Microbatch], step: Step, error: Exception | None) -> WindowResult:
-        """Return what the microbatches have given. ``error``: what the last one has raised."""
-        shared, buffers = self.context.shared, self.model.buffers.take_history()
-        shared.show(None)
-        gradients, given = (step.finish(), runs) if error is None else (None, runs[:-1])
-        result = WindowResult([run.result for run in given], gradients, error)
-        kept = [run.sections.attributes for run in runs if run.sections.attributes is not None]
-        if kept:
-            if error is None and any(run.turns.ended_early for run in runs):
-                shared.store_latest(kept)
-            shared.rewind()
-            buffers.show(-1)
-
-            def show(microbatch: int) -> None:
-                kept[microbatch].put()
-                buffers.show(microbatch)
-
-            result.show = show
-        return result
 
     def _prepare(self, *, zero_grad: bool) -> None:
         """Settle the last window's gradients, then prepare the weights for a new one."""
@@ -259,7 +220,7 @@ class Engine:
             self.updates is not None
             and self.updates.begun
             and context.learned.plan is not None
-            and not context.shared.restored
+            and not context.user.shared.restored
             and not context.learned.logs_in_backward
             and not context.learned.calls_in_backward
         )
@@ -272,7 +233,7 @@ class Engine:
         between steps. With several machines it might wait there for another machine, which waits for microbatches here,
         so these steps do not overlap.
         """
-        return bool(self.context.randomness.draws) or any_changes() or self.model.formats.sets_default
+        return bool(self.context.pool.randomness.draws) or any_changes() or self.model.formats.sets_default
 
     @contextlib.contextmanager
     def _failing(self, step: Step) -> Iterator[None]:
@@ -301,7 +262,7 @@ class Engine:
         step = self._step_in_flight
         try:
             if step is not None:
-                main = self.context.main
+                main = self.context.pool.main
                 with main.away() if main.holds else contextlib.nullcontext(), self._failing(step):
                     if step.spec.overlaps:
                         step.drain()
@@ -482,10 +443,8 @@ class Engine:
 
 def _async_optimizer_of(context: Context, optimizer: Callable[[], Optimizer | None]) -> AsyncOptimizer:
     options, model, devices = context.options, context.model, context.pool.devices
-    updates = AsyncOptimizer(
-        model.buckets, context.gradients.pool, optimizer, options.staleness, model.formats.scales,
-        devices[0].host_thread_settings, context.exchange, options.optimizer_state,
-    )  # fmt: skip
-    if options.optimizer_device == "worker":
-        updates.optimizer.places = [WorkerPlace(device) for device in devices]
-    return updates
+    places = [WorkerPlace(device) for device in devices] if options.optimizer_device == "worker" else []
+    current = CurrentOptimizer(optimizer, model.buckets, options.optimizer_state, places)
+    pool, scales = context.gradients.pool, model.formats.scales
+    stepper = BucketStepper(model.buckets, pool, current, options.staleness, scales, context.exchange)
+    return AsyncOptimizer(stepper, devices[0].host_thread_settings)

@@ -45,6 +45,11 @@ class Evaluations:
         self._around, self._streams = contextlib.ExitStack(), contextlib.ExitStack()
         self._before: CallerRandomState | None = None
 
+    @property
+    def _running(self) -> Flight:
+        assert self._flight is not None
+        return self._flight
+
     def knows(self, kind: Hashable) -> bool:
         """Return whether several batches of this kind of step may be in flight."""
         return kind in self._known
@@ -54,13 +59,12 @@ class Evaluations:
         """Begin to run batches of ``kind``, ``in_flight`` at a time [2], or one exclusively, which shows it [1]."""
         context, self._kind = self._context, kind
         known = self._known.pop(kind) if kind in self._known and exclusive else self._known.get(kind)
-        context.attributes.begin()
         self._before = CallerRandomState(context.pool.devices) if exclusive else None
         self._flight = Flight(context, None if exclusive else known, version, in_flight, self._run_in_place)
         for around in (
             context.user.intercepted(),
             observed_writes(),
-            context.randomness.paused(),
+            context.pool.randomness.paused(),
         ):
             self._around.enter_context(around)
 
@@ -71,7 +75,7 @@ class Evaluations:
         if flight is None or flight.scope.failed:
             return None
         batch = None
-        with self._failing(), self._context.main.holding(flight.scope):
+        with self._failing(), self._context.pool.main.holding(flight.scope):
             if not flight.closed:
                 batch = flight.start(lambda: self._finished(function))
         return batch
@@ -84,7 +88,7 @@ class Evaluations:
     def close_round(self) -> None:
         """Give up the turns of batches that are not started, for which slots would wait."""
         if (flight := self._flight) is not None:
-            with self._failing(), self._context.main.holding(flight.scope):
+            with self._failing(), self._context.pool.main.holding(flight.scope):
                 flight.close_round()
 
     def _run_in_place(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,8 +110,7 @@ class Evaluations:
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """End everything if an error comes up here, or has come up in the engine, and raise the first one."""
-        flight = self._flight
-        assert flight is not None
+        flight = self._running
         try:
             yield
         except BaseException as error:
@@ -121,8 +124,7 @@ class Evaluations:
     def wait_for(self, batch: Batch) -> None:
         """Wait until ``batch``, the oldest one, has ended. Hooks have no turn any more."""
         self.pause_hooks()
-        flight = self._flight
-        assert flight is not None
+        flight = self._running
         with self._failing():
             self._context.pool.wait_for(batch.ended, flight.scope)
             flight.scope.check()
@@ -154,10 +156,9 @@ class Evaluations:
 
     def _give_turn(self, view: AttributeView | None = None) -> None:
         """Give the caller's hooks the baton, a view of modules, and the streams that outputs are on."""
-        flight = self._flight
-        assert flight is not None
-        if not self._context.main.holds:
-            self._streams.enter_context(self._context.main.holding(flight.scope))
+        flight = self._running
+        if not self._context.pool.main.holds:
+            self._streams.enter_context(self._context.pool.main.holding(flight.scope))
             self._streams.enter_context(self._context.pool.devices[0].activate())
         flight.shared.enter_hooks(view)
 
@@ -191,7 +192,7 @@ class Evaluations:
         try:
             if flight.last is not None and not flight.last.ended.is_set:
                 scope.fail(Cancelled())
-            with self._context.main.holding(flight.scope):
+            with self._context.pool.main.holding(flight.scope):
                 flight.close_round()
         except BaseException as error:
             scope.fail(error)

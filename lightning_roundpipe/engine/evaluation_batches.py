@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 def evaluation_spec(context: Context, version: int, scope: CancelScope) -> StepSpec:
     """Return what is fixed for batches that compute with ``version`` of the weights."""
-    return StepSpec(version, context.thread_state(), scope, LossWeights(None, [1], [0]))
+    return StepSpec(version, context.user.thread_state(), scope, LossWeights(None, [1], [0]))
 
 
 class Flight:
@@ -83,9 +83,8 @@ class Flight:
     ) -> None:
         self.context, self.known, self.in_place = context, known, in_place
         self.scope = CancelScope(lambda: context.pool.fail(self.scope))
-        self.shared = known.shared if known is not None else SharedAttributes(context.model.module)
+        self.shared = known.shared if known is not None else context.user.shared_attributes()
         self.shared.begin()
-        self.shared.touched = context.attributes.touched
         self.closed = False
         self.last: Batch | None = None
         self.tasks: list[Task[None]] = []

@@ -28,7 +28,6 @@ from lightning_roundpipe.engine.activations import Arriving
 from lightning_roundpipe.engine.arguments import Arguments, Built, Substitution, collect
 from lightning_roundpipe.engine.carrying import NOTHING_CARRIED, Carried, Gathering, Measuring, Returning
 from lightning_roundpipe.engine.compiling import LayerCompiler
-from lightning_roundpipe.engine.layer_attributes import LayerWrites
 from lightning_roundpipe.engine.output_collectors import collecting
 from lightning_roundpipe.engine.randomness import Randomness, Seed
 from lightning_roundpipe.engine.shared_memory import sharing
@@ -49,6 +48,7 @@ from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.user_code.bypassed_gradients import Lender
 from lightning_roundpipe.user_code.graph_cut import Gradients, InputEdge, cut, inlet, reaches_out, run_backward
+from lightning_roundpipe.user_code.layer_attributes import LayerWrites
 from lightning_roundpipe.user_code.thread_state import TorchThreadState
 
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -85,6 +85,7 @@ class CallInputs:
         saved: the tensors on the host, without those ``recomputed``; empty if the graph is kept.
         recomputed: by position, the earlier call whose recomputation gives a tensor, and which of its outputs that is.
         mutated: positions of the tensors that the layer writes to.
+        buffers: the layer's buffers in front of the forward.
         carried: products of the forward that the recomputation gets.
     """
 
@@ -94,6 +95,7 @@ class CallInputs:
     saved: Sequence[HostTensor] = ()
     mutated: Sequence[int] = ()
     recomputed: Mapping[int, tuple[LayerCall, int]] = field(default_factory=dict)
+    buffers: dict[int, BufferValue] | None = None
     carried: Carried = NOTHING_CARRIED
 
     @classmethod
@@ -131,7 +133,6 @@ class LayerCall:
         home: device that user code is on at the call.
         output_kinds: shape and dtype of each of these outputs.
         graph: the outputs with their graph, and the gradients of the inputs; None if the graph was dropped.
-        buffers: the layer's buffers in front of the forward.
         slot: the slot of its backward, if the plan has none.
         traced: what the first window learns about the call; None after it.
         reconnect: returns the outputs of a repeated call as user code gets them; None for other calls.
@@ -146,7 +147,6 @@ class LayerCall:
     gradients: Gradients = field(init=False)
     output_kinds: tuple[Kind, ...] = ()
     graph: tuple[list[Tensor], Gradients] | None = None
-    buffers: dict[int, BufferValue] | None = None
     slot: Slot | None = None
     planned: bool = False
     traced: TracedCall | None = None
@@ -332,7 +332,7 @@ class Executor:
         if buffers:
             learning = self._randomness.learning or layer.seen.is_new_state(call.environment.state)
             buffers.write_back(before, learning, call.microbatch)
-            call.buffers = before
+            call.inputs.buffers = before
         originals: dict[int, Any] = dict(replica.sources)
         originals.update(zip(map(id, aliases), call.inputs.arguments.tensors, strict=True))
         run.shared = sharing(found, aliases)
@@ -547,7 +547,7 @@ class Executor:
     ) -> tuple[list[Tensor], Gradients]:
         device = self.device
         if buffers := copy.buffers:
-            buffers.load(call.buffers)
+            buffers.load(call.inputs.buffers)
         inputs = call.inputs.whole(saved)
         if mutated := call.inputs.mutated:
             inputs = [copy_alike(t) if i in mutated else t for i, t in enumerate(inputs)]

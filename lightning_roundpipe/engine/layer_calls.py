@@ -94,8 +94,8 @@ class LayerCalls:
     def capture(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any], use: int) -> LayerCall:
         """Take a call's arguments apart, within user code."""
         context, spec, turns = self.context, self.spec, self.turns
-        state, contents, attributes = context.attributes.of(layer)
-        thread_state = context.thread_state()
+        state, contents, attributes = context.user.attributes.of(layer)
+        thread_state = context.user.thread_state()
         seed = spec.seed_of(turns.microbatch, layer.index, use)
         if state is not None and state.with_tensors:
             attributes = {**state.with_tensors, **attributes}

@@ -137,7 +137,7 @@ class Microbatch(CallingThread):
         self.ready = Signal()
 
     def _calls_of(self, turns: Turns) -> Tape:
-        sections = UserSections(turns, AttributeView(turns.context.shared) if turns.slots.spec.several else None)
+        sections = UserSections(turns, AttributeView(turns.context.user.shared) if turns.slots.spec.several else None)
         return Tape(sections, WeightGuard(sections))
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +158,7 @@ class Microbatch(CallingThread):
             self.layer_calls.walk()
         self.weights.mode.proxies.end()
         if self.spec.shares_state or not self.spec.overlaps:  # else the main thread has its generators back
-            self.context.randomness.check()
+            self.context.pool.randomness.check()
 
     def _fail(self, error: BaseException, predecessors: Sequence[Microbatch]) -> None:
         if isinstance(error, Exception) and self.sections.phase == "forward":
@@ -206,7 +206,7 @@ class Microbatch(CallingThread):
         device = self.turns.device
         result.computed = [device.compute.record()] if device is not None else []
         sections.exit()
-        self.context.randomness.check()
+        self.context.pool.randomness.check()
         self.ready.set()
 
     def _backward_of_loss(self, loss: Tensor) -> None:

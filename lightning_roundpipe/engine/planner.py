@@ -45,7 +45,6 @@ from lightning_roundpipe.planning.memory import (
 from lightning_roundpipe.planning.partition import TooSmall, partition_within
 from lightning_roundpipe.planning.pipeline import Rules, step_ends
 from lightning_roundpipe.planning.problem import Problem
-from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, partly_fused, search_partition, unpacking_plans
 from lightning_roundpipe.planning.updates import adamw_bytes
@@ -92,7 +91,7 @@ class Planner:
             DoesNotFit: no plan fits the memory budget.
             ValueError: the plan in the options does not fit the calls or the budget, or their order.
         """
-        runs, randomness = step.microbatches, self._context.randomness
+        runs, randomness = step.microbatches, self._context.pool.randomness
         if self._context.learned.in_order or not self._options.overlap:
             return
         if len(runs) > 1 and (buffer := next(filter(None, (run.weights.mode.met_buffer for run in runs)), "")):
@@ -170,7 +169,7 @@ class Planner:
         return trace, speeds
 
     def _costs_of(self, trace: Trace, speeds: Sequence[float]) -> Costs:
-        dtype, rates = self._context.gradients.reduction.dtype, rates_of(self._devices[0])
+        dtype, rates = self._context.gradients.reduction.dtype, nominal(self._devices[0].torch_device.type)
         costs = Costs(tuple(c.cost(dtype, lambda nbytes: rates.product_s(0.0, nbytes, "fp32")) for c in trace.calls))
         if self._options.plan == "static":
             return with_times_of_bytes(costs, rates)
@@ -312,7 +311,7 @@ class Planner:
         context.gradients.drop()
         learned = context.learned
         learned.plan = learned.costs = learned.trace = None
-        context.randomness.learning = True
+        context.pool.randomness.learning = True
         model = context.model
         begin_to_train(
             model.layers, model.buckets[0].masters, model.formats, double_buffered=bool(self._options.staleness)
@@ -344,7 +343,7 @@ def rules_of(context: Context, costs: Costs, *, clips: bool, blocking: bool) -> 
     copies = [place.dtype.itemsize for flat in flats if flat.copied for place in flat.places]
     reduced = reduction.dtype is not None and any(call.reduced_bytes is not None for call in costs)
     reduced_bytes = reduction.dtype.itemsize if reduced and reduction.dtype else None
-    rules = rates_of(device).rules(
+    rules = nominal(device.torch_device.type).rules(
         1 if options.staleness else 0,
         adamw_bytes(options.optimizer_state, max(copies, default=0), reduced_bytes, scales=clips),
         at_once=clips or model.formats.scales.scale is not None, blocking=blocking,
@@ -392,11 +391,6 @@ def _remedies(error: TooSmall, options: Options, devices: Sequence[Device], samp
     device = size_text(device_for(enough, options))
     said = f"Set {', or '.join(ways)}." if ways else f"Use devices with {device} (emulated ones: emulation.memory)."
     return f" {said} Or name smaller modules in layers= so that the layer is split."
-
-
-def rates_of(device: Device) -> Hardware:
-    """Return the rates that the times of a static plan are computed from."""
-    return nominal(device.torch_device.type)
 
 
 def _torn(plan: Plan, trace: Trace) -> str:

@@ -20,7 +20,10 @@ from lightning_roundpipe.devices import Device, intraop_threads
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.devices.interpreter import unwalked_objects
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.engine.executor import Executor
+from lightning_roundpipe.engine.main_thread import MainThread
 from lightning_roundpipe.engine.process_state import noticed_changes
+from lightning_roundpipe.engine.randomness import Randomness
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.faults.interrupts import interrupts_allowed
@@ -38,23 +41,30 @@ class Pool:
     Args:
         watchdog_timeout: seconds without progress after which a step fails.
         prefetch: whether workers upload the weights of their next slot ahead.
+        executor: makes what runs calls on a worker.
         elsewhere: returns what the step waits for from other machines, as a sentence or nothing.
 
     Attributes:
+        main: the main thread beside a step in flight.
+        randomness: seeds the generators of the host and the devices.
+        executors: what runs calls, by worker.
         accelerator: the devices' type; None if they are emulated.
         broken: whether no further step may run.
     """
 
     def __init__(
-        self, devices: Sequence[Device], watchdog_timeout: float, *, prefetch: bool, elsewhere: Callable[[], str] = str
-    ) -> None:
+        self, devices: Sequence[Device], watchdog_timeout: float, executor: Callable[[Worker, Randomness], Executor], *,
+        prefetch: bool, elsewhere: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
         self.devices = list(devices)
         self._limit, self._elsewhere = watchdog_timeout, elsewhere
         self._around = contextlib.ExitStack()
         self._around.enter_context(devices[0].process_settings())  # first, as new threads inherit the settings
         self._around.enter_context(unwalked_objects())
-        self.baton = Baton()
+        self.baton, self.randomness = Baton(), Randomness(devices)
         self.workers = [Worker(device, self.baton, prefetch=prefetch) for device in devices]
+        self.executors = [executor(worker, self.randomness) for worker in self.workers]
+        self.main = MainThread(self.baton, devices, self.randomness, self.wait)
         types = {device.torch_device.type for device in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)

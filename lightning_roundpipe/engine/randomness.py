@@ -45,9 +45,7 @@ class Randomness:
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        found = {id(d.generator): d.generator for d in devices}
-        found[id(torch.default_generator)] = torch.default_generator
-        self._generators = list(found.values())
+        self._generators = _generators_of(devices)
         self.learning = True
         self.draws: set[int] = set()
         self._host: set[int] = set()
@@ -113,6 +111,11 @@ class Randomness:
                 )
 
 
+def _generators_of(devices: Sequence[Device]) -> list[torch.Generator]:
+    """Return those of the devices, and the host's."""
+    return [*dict.fromkeys((*(device.generator for device in devices), torch.default_generator))]
+
+
 def _is_parked(generator: torch.Generator) -> bool:
     parked = torch.Generator(generator.device).manual_seed(_PARKED)
     return torch.equal(parked.get_state(), generator.get_state())
@@ -122,9 +125,7 @@ class CallerRandomState:
     """The state of the caller's generators, saved before a step and restored after it."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        generators = {id(d.generator): d.generator for d in devices}
-        generators[id(torch.default_generator)] = torch.default_generator
-        self._states = [(g, g.get_state()) for g in generators.values()]
+        self._states = [(g, g.get_state()) for g in _generators_of(devices)]
         self._host, self._seen = (random.getstate(), np.random.get_state()), host_state()
 
     @property

@@ -89,7 +89,7 @@ def call_again(calls: Tape, layer: HostLayer, args: tuple[Any, ...], kwargs: dic
     context.learned.calls_in_backward = True
     calls.weights.read.add(layer.bucket)
     traced, planned = calls.trace.calls, turns.slots.trace
-    again = repeated(layer, traced, sections.seed_of, draws=layer.index in context.randomness.draws)
+    again = repeated(layer, traced, sections.seed_of, draws=layer.index in context.pool.randomness.draws)
     call = calls.capture(layer, args, kwargs, traced[again].use)
     call.index = again + len(planned.calls if planned is not None else traced)
     call.reconnect = functools.partial(_reconnect, calls, call, traced[again], call.inputs.arguments.tensors)

@@ -14,11 +14,12 @@ import contextvars
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_roundpipe.batches.weights import LossWeights
 from lightning_roundpipe.engine.context import Context
-from lightning_roundpipe.engine.microbatch import Microbatch
+from lightning_roundpipe.engine.microbatch import Microbatch, MicrobatchResult
 from lightning_roundpipe.engine.slots import Slot, StepSpec
 from lightning_roundpipe.engine.step_slots import StepSlots, Turns
 from lightning_roundpipe.engine.sync import CancelScope
@@ -49,9 +50,26 @@ def training_spec(
         updates=updates,
         readiness=GradReadiness(context.model.buckets, reports_uploads=bool(context.options.staleness)),
         loss_weights=weights,
-        thread_state=context.thread_state(),
+        thread_state=context.user.thread_state(),
         scope=CancelScope(),
     )
+
+
+@dataclass
+class WindowResult:
+    """What the microbatches of a window have given.
+
+    Attributes:
+        microbatches: those that have a result: all, or those before the one that failed.
+        gradients: the gradients behind their losses; None if there are none.
+        error: what ``training_step`` of the microbatch behind them has raised.
+        show: lets hooks find what a microbatch has left on modules. Call it for each, in order, the failed one last.
+    """
+
+    microbatches: list[MicrobatchResult] = field(default_factory=list)
+    gradients: StepGradients | None = None
+    error: Exception | None = None
+    show: Callable[[int], None] = lambda microbatch: None
 
 
 class Step:
@@ -100,7 +118,7 @@ class Step:
             if self.spec.overlaps:
                 self._wait_for_outputs()
                 if self.spec.shares_state:
-                    self.context.main.take(self.spec.scope)
+                    self.context.pool.main.take(self.spec.scope)
             else:
                 self._wait_for_end()
 
@@ -114,7 +132,7 @@ class Step:
     ) -> None:
         """Lay out slots, and start the microbatches [1]."""
         pool, count = self.context.pool, len(functions)
-        with self.context.main.holding(self.spec.scope):
+        with self.context.pool.main.holding(self.spec.scope):
             size, rounds = count, [list[Slot]()]
             if self.spec.plan is not None:
                 size = min(self.spec.plan.round_microbatches, count)
@@ -206,7 +224,7 @@ class Step:
     def _rest(self, *, given_up: bool) -> None:
         """Wait for all threads to return. After a failure, let the step before finish first, with its gradients."""
         pool, tasks = self.context.pool, self._tasks
-        self.context.main.hand_on()
+        self.context.pool.main.hand_on()
         if self.spec.scope.failed:
             if self.before is not None:
                 self.before._end_whole()
@@ -229,7 +247,27 @@ class Step:
 
     # -- the outcome --------------------------------------------------------------------------------------------------
 
-    def finish(self) -> StepGradients | None:
+    def result(self, runs: Sequence[Microbatch], error: Exception | None = None) -> WindowResult:
+        """Return what ``runs``, its microbatches, have given. ``error``: what the last one has raised."""
+        shared, buffers = self.context.user.shared, self.context.model.buffers.take_history()
+        shared.show(None)
+        gradients, given = (self._finish(), runs) if error is None else (None, runs[:-1])
+        result = WindowResult([run.result for run in given], gradients, error)
+        kept = [run.sections.attributes for run in runs if run.sections.attributes is not None]
+        if kept:
+            if error is None and any(run.turns.ended_early for run in runs):
+                shared.store_latest(kept)
+            shared.rewind()
+            buffers.show(-1)
+
+            def show(microbatch: int) -> None:
+                kept[microbatch].put()
+                buffers.show(microbatch)
+
+            result.show = show
+        return result
+
+    def _finish(self) -> StepGradients | None:
         """Return the gradients behind the losses, once all are known; None if no microbatch returned a loss."""
         microbatches = self.microbatches
         if all(microbatch.result.loss is None for microbatch in microbatches):

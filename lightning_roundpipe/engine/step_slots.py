@@ -157,7 +157,7 @@ class Turn:
         except BaseException:
             self._close()
             raise
-        return turns.context.executors[slot.worker]
+        return turns.context.pool.executors[slot.worker]
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:

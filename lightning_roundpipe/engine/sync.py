@@ -2,7 +2,7 @@
 
 The baton guards everything that microbatches share: turns, arenas' order, attributes of modules, random generators. So
 there is one way to wait, `Baton.wait`, and no other lock among them. Streams and the optimizer's thread meet them
-through a `Signal`. A layer that computes for long gives the baton up meanwhile (`Computing`).
+through a `Signal`. A layer that computes for long gives the baton up meanwhile (`GivenUp`).
 
     wait ── give the baton up ── the lowest-ranked thread that can go on gets it ── the signal is set ── ready ── [1]
     a step fails ── all its threads that wait are made ready, and raise `Cancelled` ── [2]
@@ -19,38 +19,29 @@ from collections.abc import Callable
 
 from lightning_roundpipe.devices import Event, intraop_threads
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.memory.version_waits import Versioned
 from lightning_roundpipe.threads.cancel_scope import Cancelled, CancelScope
 
 Subscribe = Callable[[Callable[[], None]], bool]
 """Has a callback called once something has come; returns False, and calls nothing, if it has come already."""
 
 
-class Signal:
-    """A point that is reached once. Any thread may reach it."""
+class Signal(Versioned):
+    """A point that is reached once, as version 1. Any thread may reach it."""
 
-    __slots__ = ("_callbacks", "_lock", "is_set")
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self.is_set = False
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
+    @property
+    def is_set(self) -> bool:
+        return self.version > 0
 
     def set(self) -> None:
         """Reach it. Runs the callbacks in the calling thread."""
-        with self._lock:
-            self.is_set = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self.publish(1)
 
     def then(self, callback: Callable[[], None]) -> bool:
         """Have ``callback`` called when it is reached; see `Subscribe`."""
-        if self.is_set:
-            return False
-        with self._lock:
-            if not self.is_set:
-                self._callbacks.append(callback)
-            return not self.is_set
+        return self.when(1, callback)
 
     def wait(self, scope: CancelScope) -> None:
         """Block a thread that takes no part in the baton until it is reached.
@@ -145,32 +136,26 @@ class Baton:
             self.release()
             raise
 
-    def computing(self) -> Computing:
-        """Return a context in which the calling thread computes without it."""
-        return Computing(self)
-
-    def begin_computing(self) -> None:
-        """Hand the baton on, to compute without it."""
+    def release(self, *, computes: bool = False) -> None:
+        """Hand the baton on; ``computes``: until `end_computing`, the thread computes without it."""
         with self._mutex:
-            self._computing += 1
-        self.release()
+            self._computing += computes
+            following = self._holder = heapq.heappop(self._ready)[2] if self._ready else None
+        if following is not None:
+            following.wake()
 
-    def end_computing(self, runner: Runner) -> None:
-        """Wait for the baton after `begin_computing`."""
+    def computing(self) -> GivenUp:
+        """Return a context in which the calling thread computes without it."""
+        return GivenUp(self, computes=True)
+
+    def end_computing(self) -> None:
+        """Let a thread go on that holds the baton, and waits until none computes without it."""
         with self._mutex:
             self._computing -= 1
             exclusive = None if self._computing else self._exclusive
             self._exclusive = self._exclusive if self._computing else None
         if exclusive is not None:
             exclusive.wake()
-        self.acquire(runner)
-
-    def release(self) -> None:
-        """Hand the baton on."""
-        with self._mutex:
-            following = self._holder = heapq.heappop(self._ready)[2] if self._ready else None
-        if following is not None:
-            following.wake()
 
     def wait(self, subscribe: Subscribe) -> bool:
         """Give the baton up until ``subscribe`` calls back [1].
@@ -256,32 +241,21 @@ class Baton:
 
 
 class GivenUp:
-    """A context in which the calling thread has given the baton up, while it waits for a device."""
+    """A context in which the calling thread has given the baton up: it waits for a device, or ``computes``."""
 
-    __slots__ = ("_baton", "_runner")
+    __slots__ = ("_baton", "_computes", "_runner")
 
-    def __init__(self, baton: Baton) -> None:
-        self._baton = baton
+    def __init__(self, baton: Baton, *, computes: bool = False) -> None:
+        self._baton, self._computes = baton, computes
 
     def __enter__(self) -> None:
         self._runner = self._baton.runner
-        self._baton.release()
+        self._baton.release(computes=self._computes)
 
     def __exit__(self, *error: object) -> None:
+        if self._computes:
+            self._baton.end_computing()
         self._baton.acquire(self._runner)
 
 
-class Computing(GivenUp):
-    """The same while the thread computes."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        self._runner = self._baton.runner
-        self._baton.begin_computing()
-
-    def __exit__(self, *error: object) -> None:
-        self._baton.end_computing(self._runner)
-
-
-__all__ = ["Baton", "CancelScope", "Cancelled", "Computing", "GivenUp", "Runner", "Signal", "Subscribe"]
+__all__ = ["Baton", "CancelScope", "Cancelled", "GivenUp", "Runner", "Signal", "Subscribe"]

@@ -94,7 +94,7 @@ class UserSections:
         for bucket in context.learned.read_by_user_code:
             turns.wait_for(bucket, spec.version)
         if self.attributes is None:
-            observe(context.attributes)
+            observe(context.user.attributes)
         elif self.phase != "backward" or not spec.overlaps:
             self.attributes.enter()
         if context.model.buffers.replaced:
@@ -104,7 +104,7 @@ class UserSections:
         activated.__enter__()
         self._activated = activated
         self.number += section is None
-        self._draws = context.randomness.begin(
+        self._draws = context.pool.randomness.begin(
             USER_CODE, device, self.seed_of(self.number if section is None else section)
         )
 
@@ -125,7 +125,7 @@ class UserSections:
         if self.memory is not None:
             self.memory.exit()
         if self._draws:
-            self.context.randomness.end(USER_CODE)
+            self.context.pool.randomness.end(USER_CODE)
         if self.attributes is not None:
             self.attributes.exit()
         else:

@@ -17,7 +17,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """The place of one parameter in a flat buffer."""
+    """The place of one parameter, or another tensor, in a flat buffer (uint8, 1-D)."""
 
     offset: int
     nbytes: int
@@ -25,9 +25,13 @@ class ParamSlice:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    def bytes_of(self, flat: Tensor) -> Tensor:
+        """Return its bytes in ``flat``."""
+        return flat[self.offset : self.offset + self.nbytes]
+
     def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter's view into ``flat`` (uint8, 1-D)."""
-        typed = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
+        """Return the view into ``flat`` that has its shape, strides and dtype."""
+        typed = self.bytes_of(flat).view(self.dtype)
         return typed.as_strided(self.shape, self.stride, typed.storage_offset())
 
 

@@ -38,7 +38,7 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.optim.narrow_gradient import AnyGradient, NarrowGradient
 from lightning_roundpipe.planning.memory import layers_in_flight
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.threads.task_thread import LOOK, TaskThread
+from lightning_roundpipe.threads.task_thread import TaskThread
 
 LEAST = 2**18
 """Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
@@ -301,8 +301,7 @@ class _Added(Event):
             self._over.set()
 
     def wait(self) -> None:
-        while not (self._over.is_set() or self._over.wait(LOOK)):
-            self._thread.check()
+        self._thread.watch(self._over.wait)
         if self._error is not None:
             raise_kept(self._error, "gradients_down")
 
@@ -419,18 +418,22 @@ class HostGradSums:
         if block is not None:
             self._pool.give(block, self.arrived, lent=self.handed_out)
 
-    @property
-    def is_to_be_added(self) -> bool:
-        """Whether the next download is to be added to the sum."""
-        return self._landing is not None
+    def download(
+        self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool],
+        begun: Callable[[], object] = lambda: None, failed: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:  # fmt: skip
+        """Enqueue the download of a worker's gradients that are ``present``, in place of the sum or to be added to it.
 
-    def overwrite(self, stream: Stream, source: Tensor, present: Sequence[bool]) -> None:
-        """Enqueue the download of a worker's gradients that are ``present``, in place of the sum."""
+        Call after `make_room`. For the arguments see `DeviceGradSums.download`.
+        """
+        if self._landing is not None:
+            return self._land(stream, source, worker, present, begun, failed)
         assert self._block is not None, "the sum has no memory"
         stream.copy(self._block.flat[: len(source)], source)
         self.arrived, self.present = stream.record(), list(present)
+        begun()
 
-    def land(
+    def _land(
         self, stream: Stream, source: Tensor, worker: int, present: Sequence[bool], begun: Callable[[], object],
         failed: Callable[[BaseException], object],
     ) -> None:  # fmt: skip
@@ -598,11 +601,7 @@ class DeviceGradSums:
             failed: called with an error, which the caller gets as well, before other workers may meet it.
         """
         source = self.segment[: self.host.layout.travel_nbytes]
-        if self.host.is_to_be_added:
-            self.host.land(stream, source, worker, self.present, begun, failed)
-        else:
-            self.host.overwrite(stream, source, self.present)
-            begun()
+        self.host.download(stream, source, worker, self.present, begun, failed)
 
 
 def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:
@@ -611,8 +610,7 @@ def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:
     One operation must not write what it reads. So each pass converts as many elements as fit into the free bytes in
     front of them, about twice as many each time; at first it converts `LEAST` through a temporary.
     """
-    source = buffer[own.offset : own.offset + own.nbytes].view(own.dtype)
-    target = buffer[narrow.offset : narrow.offset + narrow.nbytes].view(narrow.dtype)
+    source, target = own.bytes_of(buffer).view(own.dtype), narrow.bytes_of(buffer).view(narrow.dtype)
     done = 0
     while done < len(source):
         free = (own.offset + done * source.itemsize - narrow.offset) // target.itemsize

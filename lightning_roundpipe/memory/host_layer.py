@@ -16,7 +16,6 @@ from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.memory.seen_code import SeenCode
 from lightning_roundpipe.memory.write_check import WriteCheck
 from lightning_roundpipe.model.attributes import ModuleState
-from lightning_roundpipe.model.cast_weights import Uses
 from lightning_roundpipe.model.forward_hooks import Observers
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22
@@ -46,7 +45,7 @@ class HostLayer:
         self.buffers = LayerBuffers(name, buffers)
         self.observers = Observers()
         self.check = WriteCheck(name, self.state)
-        self.seen = SeenCode(Uses(module, self.masters))
+        self.seen = SeenCode(module, self.masters)
 
 
 def host_layers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -27,14 +28,14 @@ class SeenCode:
         copies_wanted: bytes of each unpacked copy of a packed master that it has asked for.
     """
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, module: nn.Module, masters: Sequence[nn.Parameter]) -> None:
         self.launch_seconds = math.inf
         self.caches_parametrizations = False
         self.borrows: list[nn.Parameter] | None = None
         self.reads_data = False
         self.reaches_out: bool | None = None
         self.sets_attributes = False
-        self.uses = uses
+        self.uses = Uses(module, masters)
         self.copies_wanted: dict[Key, int] = {}
         self._states: list[StateDiff | None] = []
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 class Versioned:
     """State with versions that are published in increasing order, the last one being ``version``."""
 
+    __slots__ = ("_lock", "_waiting", "version")
+
     def __init__(self) -> None:
         self.version = 0
         self._lock = threading.Lock()
@@ -16,6 +18,8 @@ class Versioned:
 
     def when(self, version: int, then: Callable[[], None]) -> bool:
         """Have the publishing thread call ``then`` once ``version`` is published; return False if it already is."""
+        if self.version >= version:
+            return False
         with self._lock:
             if self.version >= version:
                 return False

@@ -20,7 +20,6 @@ from lightning_roundpipe.devices import intraop_threads, thread_end
 from lightning_roundpipe.devices.waiter import Waiter
 
 T = TypeVar("T")
-
 LOOK = 0.25
 """Seconds between two checks of a thread that another one waits for."""
 
@@ -85,7 +84,7 @@ class TaskThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise `RoundPipeError` if the thread has ended. Threads that wait for it call this each `LOOK` seconds."""
+        """Raise `RoundPipeError` if the thread has ended."""
         if not self._thread.is_alive():
             raise RoundPipeError(
                 f"thread {self.name!r} has died ({self.died!r}), so the step cannot go on. All threads:\n{stacks()}"
@@ -117,6 +116,14 @@ class TaskThread:
         self._count(1)
         self._tasks.put(task)
         return task
+
+    def watch(self, wait_for: Callable[[float], bool]) -> None:
+        """Call ``wait_for``, which waits for at most so many seconds for what this thread does, until it returns True.
+
+        Raises `RoundPipeError` if the thread has ended.
+        """
+        while not wait_for(LOOK):
+            self.check()
 
     def take_turn(self) -> bool:
         """Give the calling thread the turn to run a function, if nothing is submitted. It does not block.

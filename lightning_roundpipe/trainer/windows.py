@@ -32,7 +32,8 @@ from lightning_roundpipe.batches.logs import recorded_logs, repeat_logs
 from lightning_roundpipe.batches.outputs import joined, joined_loss
 from lightning_roundpipe.batches.weights import LossWeights, given_weights
 from lightning_roundpipe.config import Options, RoundPipeError
-from lightning_roundpipe.engine.engine import Engine, WindowResult
+from lightning_roundpipe.engine.engine import Engine
+from lightning_roundpipe.engine.step import WindowResult
 from lightning_roundpipe.trainer.lookahead import LookAhead, look_ahead
 
 

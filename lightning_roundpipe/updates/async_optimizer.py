@@ -10,28 +10,18 @@ window, decides which. `submit` takes a snapshot of the hyperparameters, as sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-
-from torch.optim import Optimizer
 
 from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.faults.interrupts import interrupts_deferred
-from lightning_roundpipe.memory.grad_buffers import GradientPool
-from lightning_roundpipe.memory.loss_scale import Scales
-from lightning_roundpipe.memory.param_buckets import ParamBucket
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
-from lightning_roundpipe.optim.packed_moments import FP32
 from lightning_roundpipe.threads.cancel_scope import CancelScope
-from lightning_roundpipe.threads.task_thread import LOOK, TaskThread
+from lightning_roundpipe.threads.task_thread import TaskThread
 from lightning_roundpipe.updates.bucket_stepper import BucketStepper, OptimizerStep
-from lightning_roundpipe.updates.current_optimizer import CurrentOptimizer
 from lightning_roundpipe.updates.grad_readiness import Dropped
-from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
-from lightning_roundpipe.updates.window_gradients import WindowGradients
 
 TORN = "which has changed some layers and not others; go on from a checkpoint."
 
@@ -40,36 +30,22 @@ class AsyncOptimizer:
     """Applies gradients to masters, in the order of the windows.
 
     Args:
-        pool: the memory of gradients, in which downloads wait for updates.
-        optimizer: returns the one that the next step will use, which user code may replace; None if there is none.
-        staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
+        stepper: what the thread does.
         around: returns a context that the thread enters for as long as it lives.
-        exchange: sums gradients over several machines; None if there is only one.
-        form: how moments are kept, one of `config.OPTIMIZER_STATES`.
 
     Attributes:
-        gradients: what windows have accumulated, and what ``.grad`` shows between steps. Call `settle` before its
-            methods for the main thread.
+        gradients: those of the stepper. Call `settle` before its methods for the main thread.
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
         whole: whether no submitted update has failed or was left out.
     """
 
     def __init__(
-        self, buckets: Sequence[ParamBucket], pool: GradientPool,
-        optimizer: Callable[[], Optimizer | None] = lambda: None, staleness: int = 0, scales: Scales | None = None,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext, exchange: GradientExchange | None = None,
-        form: str = FP32,
-    ) -> None:  # fmt: skip
-        self.buckets = list(buckets)
-        self.staleness = staleness
-        self._scales = scales or Scales()
-        self.optimizer = CurrentOptimizer(optimizer, self.buckets, form)
-        # Several machines accumulate nothing outside of the optimizer, as they sum the gradients of each step anew.
-        self._outside: Callable[[], AbstractSet[int]] = self.optimizer.outside if exchange is None else frozenset
-        self.gradients = WindowGradients(self.buckets, self._outside)
-        self.stepper = BucketStepper(self.buckets, pool, self.gradients, staleness, self._scales, exchange)
-        self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
+        self, stepper: BucketStepper, around: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self.stepper, self.optimizer, self.staleness = stepper, stepper.optimizer, stepper.staleness
+        self.gradients, self._scales = stepper.gradients, stepper.scales
+        self._first = self.submitted = max(bucket.version for bucket in stepper.buckets)  # an earlier instance's, or 0
         self.torn, self.whole = False, True
         self._cancel_scopes: list[CancelScope] = []
         self._error: BaseException | None = None
@@ -87,7 +63,7 @@ class AsyncOptimizer:
         self._accumulate()
         if zero_grad:
             self.gradients.is_open = False
-            outside = self._outside()
+            outside = self.stepper.outside()
             self._post(lambda: self.gradients.forget(outside))
 
     def attach(self, cancel_scope: CancelScope) -> None:
@@ -119,7 +95,7 @@ class AsyncOptimizer:
         self.gradients.is_open = False
         step = OptimizerStep(
             self.submitted, window, Hyperparameters.of(optimizer), clip, self.optimizer.partial(optimizer),
-            self._scales.last, self._outside(), self.gradients.keeps,
+            self._scales.last, self.stepper.outside(), self.gradients.keeps,
         )  # fmt: skip
         self._post(lambda: self.stepper.run(step))
         if is_first:
@@ -141,7 +117,7 @@ class AsyncOptimizer:
         self.gradients.multiply(factor)
         if self._window is not None:
             self._window.multiply(factor, losses=not self._scales.outer)
-        for bucket in self.buckets:
+        for bucket in self.stepper.buckets:
             bucket.refresh()
             bucket.publish(self.submitted)
 
@@ -205,9 +181,7 @@ class AsyncOptimizer:
 
     def _wait_until_idle(self) -> None:
         """Wait until the thread has done all that was submitted."""
-        waiter = self._thread.submit(lambda: None).waiter
-        while not waiter.wait_for(LOOK):
-            self._thread.check()
+        self._thread.watch(self._thread.submit(lambda: None).waiter.wait_for)
 
     def _post(self, work: Callable[[], None]) -> None:
         def guarded() -> None:

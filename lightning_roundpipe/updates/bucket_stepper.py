@@ -40,6 +40,7 @@ from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.narrow_gradient import AnyGradient, all_widened
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
+from lightning_roundpipe.updates.current_optimizer import CurrentOptimizer
 from lightning_roundpipe.updates.gradient_exchange import GradientExchange
 from lightning_roundpipe.updates.loss_handle import StepGradients
 from lightning_roundpipe.updates.window_gradients import WindowGradients
@@ -83,27 +84,38 @@ class OptimizerStep:
 
 
 class BucketStepper:
-    """Steps and publishes buckets. All methods run on the optimizer's thread.
+    """Steps and publishes buckets, on the optimizer's thread.
 
     Args:
-        gradients: what windows have accumulated.
+        pool: the memory of gradients, in which downloads wait for updates.
+        optimizer: the one that the next step will use.
+        staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
         exchange: sums gradients over several machines; None if there is only one.
 
     Attributes:
+        gradients: what windows have accumulated, and what ``.grad`` shows between steps.
         applying: whether the step has stepped some buckets and not all.
         applied: the last steps that are applied, by number, each with when it was, on the clock of
             ``time.perf_counter()``.
     """
 
     def __init__(
-        self, buckets: Sequence[ParamBucket], pool: GradientPool, gradients: WindowGradients, staleness: int,
-        scales: Scales, exchange: GradientExchange | None,
+        self, buckets: Sequence[ParamBucket], pool: GradientPool, optimizer: CurrentOptimizer, staleness: int = 0,
+        scales: Scales | None = None, exchange: GradientExchange | None = None,
     ) -> None:  # fmt: skip
-        self._buckets, self._pool, self._gradients = buckets, pool, gradients
-        self._staleness, self._scales, self._exchange = staleness, scales, exchange
+        self.buckets, self._pool, self.optimizer, self.staleness = list(buckets), pool, optimizer, staleness
+        self.scales, self._exchange = scales or Scales(), exchange
+        self.gradients = WindowGradients(self.buckets, self.outside)
         self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
         self.applying = False
         self.applied: dict[int, float] = {}
+
+    def outside(self) -> AbstractSet[int]:
+        """Return the ids of the masters that gradients are accumulated for outside of the optimizer. Any thread may.
+
+        Several machines accumulate none there, as they sum the gradients of each step anew.
+        """
+        return self.optimizer.outside() if self._exchange is None else frozenset()
 
     def add(self, window: StepGradients) -> None:
         """Accumulate the gradients of a window that no step follows."""
@@ -111,20 +123,20 @@ class BucketStepper:
             window.weigh()
         for buckets in self._as_they_come(window, lambda bucket: None):
             for bucket in buckets:
-                self._gradients.accumulated[bucket].add(all_widened(window.take(bucket, widen=True)))
+                self.gradients.accumulated[bucket].add(all_widened(window.take(bucket, widen=True)))
                 window.release(bucket)
         window.release()
 
     def run(self, step: OptimizerStep) -> None:
         """Make a step."""
-        self._gradients.begin_step(step.window.sums if step.window is not None and step.keeps else ())
+        self.gradients.begin_step(step.window.sums if step.window is not None and step.keeps else ())
         if self._exchange is not None:
             self._exchange.begin()
             if step.window is not None:
                 step.window.weigh()
             else:
                 self._exchange.share(None)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.split()  # a hook may have looked at weights since the step's last upload
         with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
             self._step(step)
@@ -144,10 +156,10 @@ class BucketStepper:
         """
         readiness = window.readiness if window is not None else None
         there: list[tuple[int, ParamBucket]] = []
-        coming = len(self._buckets)
+        coming = len(self.buckets)
         while coming or there:
             if coming:
-                buckets = self._buckets if readiness is None else readiness.take(wait=not there, uploaded=uploaded)
+                buckets = self.buckets if readiness is None else readiness.take(wait=not there, uploaded=uploaded)
                 for bucket in buckets:
                     uploaded(bucket)
                     heapq.heappush(there, (bucket.index, bucket))
@@ -157,7 +169,7 @@ class BucketStepper:
     def _in_order(self, exchange: GradientExchange, step: OptimizerStep) -> Iterator[ParamBucket]:
         """Yield all buckets as they become ready, in the order in which machines exchange them; see `_as_they_come`."""
         readiness = step.window.readiness if step.window is not None else None
-        there: set[ParamBucket] = set(self._buckets) if readiness is None else set()
+        there: set[ParamBucket] = set(self.buckets) if readiness is None else set()
         for bucket in exchange.order:
             while bucket not in there:
                 assert readiness is not None
@@ -177,7 +189,7 @@ class BucketStepper:
 
         Until then the step's own version had to stay in the working copies.
         """
-        if self._staleness and not bucket.has(step.number - 1):
+        if self.staleness and not bucket.has(step.number - 1):
             bucket.refresh(trained_only=True)
             bucket.publish(step.number - 1)
 
@@ -189,7 +201,7 @@ class BucketStepper:
             return
         for bucket, gradients in self._summed(self._exchange, step):
             if step.keeps:
-                self._gradients.use(bucket, gradients)
+                self.gradients.use(bucket, gradients)
             yield {bucket: gradients}
 
     def _summed(
@@ -201,18 +213,18 @@ class BucketStepper:
 
     def _gather(self, bucket: ParamBucket, step: OptimizerStep) -> Mapping[int, AnyGradient]:
         """Return the bucket's gradients, summed over all windows since the last step [1]."""
-        accumulated, keeps = self._gradients.accumulated[bucket], step.keeps
+        accumulated, keeps = self.gradients.accumulated[bucket], step.keeps
         widen = keeps or self._exchange is not None or bool(accumulated.present())
         last = step.window.take(bucket, widen=widen) if step.window is not None else {}
         gathered = accumulated.with_last(last, step.outside)
         if keeps:
-            self._gradients.use(bucket, all_widened(gathered))
+            self.gradients.use(bucket, all_widened(gathered))
         return gathered
 
     def _step(self, step: OptimizerStep) -> None:
         self.applying = False
         clips_by_norm = step.clip is not None and step.clip.kind == "norm"
-        if clips_by_norm or self._scales.scale is not None:
+        if clips_by_norm or self.scales.scale is not None:
             self._step_at_once(step, step.clip if clips_by_norm else None)
         elif self._exchange is not None:
             for gathered in self._gathered(step):
@@ -225,7 +237,7 @@ class BucketStepper:
 
     def _step_at_once(self, step: OptimizerStep, clip: Clip | None) -> None:
         """Step all buckets, or none if gradients are not finite, once all gradients are there [2]."""
-        scaled = self._scales.scale is not None
+        scaled = self.scales.scale is not None
         gathered: Gathered = {}
         measured: dict[int, Tensor] = {}
         finite = True
@@ -242,7 +254,7 @@ class BucketStepper:
             lengths, finite = self._exchange.combined_norms(measured, list(step.hyperparameters.group_of), finite)
         some = bool(lengths)
         if scaled:
-            self._scales.decided(step.number, finite=finite if some else None)
+            self.scales.decided(step.number, finite=finite if some else None)
         factor = coefficient(lengths, clip) if clip is not None and some and finite else None
 
         def of(bucket: ParamBucket) -> Mapping[int, AnyGradient]:
@@ -251,7 +263,7 @@ class BucketStepper:
                 scale(list(step.held(gradients).values()), factor)
             return gradients
 
-        there = [(bucket.index, bucket) for bucket in self._buckets]
+        there = [(bucket.index, bucket) for bucket in self.buckets]
         while there:
             self._apply(step, {bucket: of(bucket) for bucket in self._piece(there)})
 
@@ -290,14 +302,14 @@ class BucketStepper:
 
     def _finish(self, step: OptimizerStep, bucket: ParamBucket) -> None:
         """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
-        if not self._staleness:
+        if not self.staleness:
             bucket.refresh(trained_only=True)
-        self._gradients.accumulated[bucket].forget(step.outside)
+        self.gradients.accumulated[bucket].forget(step.outside)
         if step.window is not None:
             if step.window.readiness is not None:
                 step.window.readiness.used()
             if not step.keeps:
                 step.window.release(bucket)
             self._pool.look_again()  # the bucket may have had no memory, and be the last one that was complete
-        if not self._staleness:
+        if not self.staleness:
             bucket.publish(step.number)

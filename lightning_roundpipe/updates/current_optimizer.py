@@ -20,15 +20,17 @@ class CurrentOptimizer:
     Args:
         get: returns the optimizer that the next step will use; None if there is none.
         form: how moments are kept, one of `config.OPTIMIZER_STATES`.
+        places: see `PartialOptimizer`.
 
     Attributes:
-        places: see `PartialOptimizer`.
         mapped: ids of the masters whose state lies in the file of a checkpoint, until their first update.
     """
 
-    def __init__(self, get: Callable[[], Optimizer | None], buckets: Sequence[ParamBucket], form: str = FP32) -> None:
-        self.get, self.form = get, form
-        self.places: Sequence[Place] = ()
+    def __init__(
+        self, get: Callable[[], Optimizer | None], buckets: Sequence[ParamBucket], form: str = FP32,
+        places: Sequence[Place] = (),
+    ) -> None:  # fmt: skip
+        self.get, self.form, self.places = get, form, places
         self.mapped: set[int] = set()
         self._masters = {id(master): master for bucket in buckets for master in bucket.masters}
         self._bucket_of = {id(master): bucket for bucket in buckets for master in bucket.masters}

@@ -23,6 +23,9 @@ from lightning_roundpipe.memory.host_layer import HostLayer
 from lightning_roundpipe.memory.host_model import HostModel
 from lightning_roundpipe.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.user_code.host_metrics import HostMetrics
+from lightning_roundpipe.user_code.layer_attributes import LayerAttributes
+from lightning_roundpipe.user_code.module_state import SharedAttributes
+from lightning_roundpipe.user_code.thread_state import TorchThreadState, thread_locals_of
 
 
 class Interceptor:
@@ -88,20 +91,38 @@ class Interceptor:
 
 
 class InterceptedModule:
-    """The user's module as long as an engine has it: calls of its layers, its accumulators of gradients, its metrics.
+    """The user's module as long as an engine has it: calls of its layers, its attributes and accumulators, its metrics.
 
-    ``on_accelerator``: whether its steps run on devices with memory of their own.
+    Args:
+        device_types: the types of the host and of the devices that its steps run on.
+
+    Attributes:
+        attributes: how the attributes of its layers differ from those of copies.
+        shared: the attributes that microbatches of training set.
     """
 
-    def __init__(self, model: HostModel, *, on_accelerator: bool) -> None:
-        self._masters = model.masters
+    def __init__(self, model: HostModel, device_types: tuple[str, ...]) -> None:
+        self._module, self._masters, self._device_types = model.module, model.masters, device_types
         self._interceptors = [Interceptor(layer) for layer in model.layers]
         self._accumulators = Accumulators()
-        self._metrics = HostMetrics(model.module if on_accelerator else nn.Module())
+        self._metrics = HostMetrics(model.module if device_types != ("cpu",) else nn.Module())
+        self._thread_locals = thread_locals_of(model.module)
+        self.attributes = LayerAttributes(model.layers)
+        self.shared = self.shared_attributes()
+
+    def shared_attributes(self) -> SharedAttributes:
+        """Return the attributes, as views that run side by side set them."""
+        return SharedAttributes(self._module, self.attributes.touched)
+
+    def thread_state(self) -> TorchThreadState:
+        """Capture the calling thread's torch modes, and its values of the user code's thread-local objects."""
+        return TorchThreadState.capture(self._device_types, self._thread_locals)
 
     @contextlib.contextmanager
     def intercepted(self, fail: Callable[[BaseException], None] | None = None) -> Iterator[None]:
-        """Intercept calls within this context; see `Interceptor.install`."""
+        """Begin a step, and intercept calls within this context; see `Interceptor.install`."""
+        self.attributes.begin()
+        self.shared.begin()
         for interceptor in self._interceptors:
             interceptor.install(fail)
         try:

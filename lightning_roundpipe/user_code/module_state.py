@@ -148,16 +148,16 @@ def observed_writes() -> Iterator[None]:
 class SharedAttributes:
     """The attributes of a model that several views set.
 
+    ``touched``: told of each module and parameter whose attributes change.
+
     Attributes:
         persistent: those that views have set, unless they put them back [2].
         restored: those that a view has changed, so that others could see it, and no view has left changed [3].
         hooks: the view of hooks [4].
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self.touched: Callable[[Holder], object] = lambda holder: None
-        """Told of each module and parameter whose attributes change."""
+    def __init__(self, root: nn.Module, touched: Callable[[Holder], object] = lambda holder: None) -> None:
+        self._root, self.touched = root, touched
         self.persistent: set[Place] = set()
         self.restored: set[Place] = set()
         self._left: set[Place] = set()

@@ -24,6 +24,8 @@ from lightning_roundpipe.optim.narrow_gradient import NarrowGradient
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
 from lightning_roundpipe.threads.cancel_scope import CancelScope
 from lightning_roundpipe.updates.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
+from lightning_roundpipe.updates.current_optimizer import CurrentOptimizer
 from lightning_roundpipe.updates.grad_readiness import GradReadiness
 from lightning_roundpipe.updates.loss_handle import StepGradients
 
@@ -287,7 +289,7 @@ def test_a_bucket_without_gradients_wakes_downloads(layer):
     pool.draining = readiness
     readiness.forward_ended(())
     thread = waiting(pool)
-    updates = AsyncOptimizer([layer.bucket], pool)
+    updates = AsyncOptimizer(BucketStepper([layer.bucket], pool, CurrentOptimizer(lambda: None, [layer.bucket])))
     batch = StepGradients([], [], 1.0, readiness)
     step = SimpleNamespace(window=batch, keeps=False, outside=frozenset(), number=1)
     updates.stepper._finish(step, layer.bucket)

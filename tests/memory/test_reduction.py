@@ -104,7 +104,7 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device, reduction
 WAITS = [
     ("memory.grad_buffers:_Added.after", "landed.wait()"),
     ("memory.grad_buffers:HostGradSums.wait", "arrived.wait()"),
-    ("memory.grad_buffers:HostGradSums.land", "before.wait()"),
+    ("memory.grad_buffers:HostGradSums._land", "before.wait()"),
 ]
 
 
@@ -257,7 +257,7 @@ def test_a_batch_that_counts_for_nothing_gives_zeros(device, reduction, narrow, 
     host = _begins(layer, device, reduction if narrow else Reduction(None, reduction.thread))()
     host.make_room(CancelScope())
     source = torch.full((host.layout.travel_nbytes,), 255, dtype=torch.uint8)  # NaN
-    host.overwrite(device.gradients_down, source, [True])
+    host.download(device.gradients_down, source, 0, [True])
     _, bucket = make_buckets([layer], layer.masters, Formats())
     batch = StepGradients([host], [], 0.0, GradReadiness([bucket]))
     batch.losses([(torch.ones(()), True)])
