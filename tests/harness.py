@@ -530,9 +530,6 @@ def assert_tensors_same(plain, other, rtol=RTOL, atol=ATOL, what="value"):
     _fail_on(_compare_group(dict(_leaves(what, plain)), dict(_leaves(what, other)), _near(rtol, atol)))
 
 
-_SINGULAR = {"losses": "loss", "grads": "gradient of", "outputs": "output", "rng": "random state"}
-
-
 def _near(rtol, atol):
     def judge(a, b, scale):
         nan = torch.isnan(a) | torch.isnan(b)
@@ -552,52 +549,33 @@ def _equal(a, b, scale):
     return 1.0 + float(gap) if torch.isfinite(gap) else float("inf")
 
 
+def _groups(result, outputs, rng, logged):
+    """What is compared of a run, by label. A group's tensors have one scale; logged values are groups of their own."""
+    steps = {"loss": result.losses, "gradient of": result.grads}
+    steps |= ({"output": result.outputs} if outputs else {}) | ({"random state": result.rng} if rng else {})
+    for what, values in steps.items():
+        yield from ((f"step {step}: {what}", value) for step, value in enumerate(values))
+    yield "final", result.state
+    for line, (step, metrics) in enumerate(result.logged if logged else ()):
+        yield from ((f"line {line}, logged at step {step}: {name}", value) for name, value in metrics.items())
+    yield from ((f"metric {name}", value) for name, value in (result.metrics if logged else {}).items())
+
+
 def _differences(plain, other, judge, outputs, rng):
-    found = []
-    for what in ("losses", "grads", *(["outputs"] if outputs else []), *(["rng"] if rng else [])):
-        a, b = getattr(plain, what), getattr(other, what)
-        if len(a) != len(b):
-            steps = f"{len(a)} steps in one run, {len(b)} in the other"
-            found.append(_Difference(what, steps, float("inf")))
-        for step, (x, y) in enumerate(zip(a, b, strict=False)):
-            label = f"step {step}: {_SINGULAR[what]}"
-            exact = _equal if what == "rng" else judge
-            found += _compare_group(dict(_leaves(label, x)), dict(_leaves(label, y)), exact)
-    found += _compare_group(dict(_leaves("final", plain.state)), dict(_leaves("final", other.state)), judge)
-    if plain.logged is not None and other.logged is not None:
-        found += _compare_logged(plain.logged, other.logged, judge)
-        found += _compare_each(dict(_leaves("metric", plain.metrics)), dict(_leaves("metric", other.metrics)), judge)
+    logged = plain.logged is not None and other.logged is not None
+    one, two = (dict(_groups(result, outputs, rng, logged)) for result in (plain, other))
+    found = [_Difference(label, _ONLY[label in one], float("inf")) for label in sorted(one.keys() ^ two.keys())]
+    for label in (label for label in one if label in two):
+        exact = _equal if label.endswith("random state") else judge
+        found += _compare_group(dict(_leaves(label, one[label])), dict(_leaves(label, two[label])), exact)
     return found
 
 
-def _compare_logged(a, b, judge):
-    kinds = [[(step, sorted(metrics)) for step, metrics in lines] for lines in (a, b)]
-    if kinds[0] != kinds[1]:
-        missing = [line for line in kinds[0] if line not in kinds[1]]
-        added = [line for line in kinds[1] if line not in kinds[0]]
-        text = f"only the first run has {missing}, only the second has {added}, {kinds=}"
-        return [_Difference("logged lines differ", text, float("inf"))]
-    found = []
-    for (step, x), (_, y) in zip(a, b, strict=True):
-        label = f"logged at step {step}:"
-        found += _compare_each(dict(_leaves(label, x)), dict(_leaves(label, y)), judge)
-    return found
-
-
-def _compare_each(a, b, judge):
-    """Like ``_compare_group`` for values that have nothing to do with each other: no common scale."""
-    keys = a.keys() | b.keys()
-    return [d for key in sorted(keys) for d in _compare_group(_only(a, key), _only(b, key), judge)]
-
-
-def _only(values, key):
-    return {key: values[key]} if key in values else {}
+_ONLY = {True: "only in the first run", False: "only in the second run"}
 
 
 def _compare_group(a, b, judge):
-    found = []
-    for name in sorted(a.keys() ^ b.keys()):
-        found.append(_Difference(name, f"only in the {'first' if name in a else 'second'} run", float("inf")))
+    found = [_Difference(name, _ONLY[name in a], float("inf")) for name in sorted(a.keys() ^ b.keys())]
     scale = max((float(v.abs().nan_to_num().max()) for v in a.values() if _is_number(v)), default=0.0)
     for name in sorted(a.keys() & b.keys()):
         found += _compare(name, a[name], b[name], scale, judge)
