@@ -34,7 +34,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.optim.narrow_gradient import widened
 from lightning_roundpipe.planning.memory import WorkerNeeds
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.precision import RoundPipePrecision
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 Gradients = dict[str, Tensor | None]
 
@@ -158,16 +163,6 @@ def callback(*, passive=False, **hooks):
     return type("Own", (pl.Callback,), {"roundpipe_passive_hooks": passive, **methods})()
 
 
-def save_at(step, path):
-    """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
-
-    def save(trainer, *_):
-        if trainer.global_step == step and not path.exists():
-            trainer.save_checkpoint(path)
-
-    return callback(passive=True, on_train_batch_end=save)  # saving waits for updates by itself
-
-
 def save_after(batches, path):
     """Writes a checkpoint after ``batches`` batches of training."""
 
@@ -181,10 +176,6 @@ def save_after(batches, path):
 @contextlib.contextmanager
 def overheard(result, module):
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
-    from lightning_roundpipe.optim.narrow_gradient import widened
-    from lightning_roundpipe.precision import RoundPipePrecision
-    from lightning_roundpipe.updates.bucket_stepper import BucketStepper
-
     real, real_after = BucketStepper._gather, RoundPipePrecision._after_closure
 
     def gather(self, bucket, step):
@@ -211,9 +202,7 @@ def overheard(result, module):
 
 
 def ours(**options):
-    """A new ``RoundPipeStrategy``; imported late, so that the comparisons themselves can be tested without it."""
-    from lightning_roundpipe import RoundPipeStrategy
-
+    """A new ``RoundPipeStrategy``."""
     return RoundPipeStrategy(**options)
 
 
@@ -469,15 +458,11 @@ def call_count(plan):
 
 def per_call(n, round_microbatches=1):
     """A plan with a cut at every call."""
-    from lightning_roundpipe.planning.schedule import Plan
-
     return str(Plan.per_call(n, round_microbatches))
 
 
 def single(n, round_microbatches=1):
     """A plan with everything in the fused stage."""
-    from lightning_roundpipe.planning.schedule import Plan
-
     return str(Plan.single(n, round_microbatches))
 
 
@@ -635,11 +620,6 @@ def _fail_on(found):
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
-def lasting_threads():
-    """Names of the threads that are alive, without the lease's keeper, which comes and goes."""
-    return sorted(thread.name for thread in threading.enumerate())
-
-
 def roundpipe_threads():
-    """Names of the package's threads that are alive, without the lease's keeper, which ends 0.1 s later."""
-    return [name for name in lasting_threads() if name.startswith("roundpipe")]
+    """Names of the package's threads that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("roundpipe")]
