@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import harness
@@ -27,7 +28,7 @@ from lightning_roundpipe.devices.ledger import Ledger
 from lightning_roundpipe.engine import report as engine_report
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import WorkerNeeds, device_bytes
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.schedule import Plan, Span
 
 CALLS = 6
 WIDTH, CLASSES = 8, 5
@@ -192,6 +193,19 @@ NO_GRADIENTS = Case(
     empty=(2, 1), extra=(2, 2, 1), drops=False, emulation={"poison": True, "delay_seed": 4, "latency": 3e-4},
 )  # fmt: skip
 """A microbatch without a loss, in a round of its own: its slots have a place for gradients, and download none."""
+
+
+def random_plan(draw, microbatches):
+    """Any cuts of the forward pass, any others of the backward pass, any round. ``draw``: a `random.Random`."""
+    first = draw.randrange(CALLS)
+
+    def cuts():
+        ends = [0, *(c for c in range(1, first) if draw.random() < 0.5), first]
+        return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
+
+    rounds, ahead, least = draw.randint(1, microbatches), draw.random() < 0.5, draw.choice([0, 0, 1, 2])
+    carry = tuple(call for call in range(first) if draw.random() < 0.5)
+    return Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead, carry=carry, carry_least=least)
 
 
 def batches(case):

@@ -5,6 +5,7 @@ on a worker depends on who is late: the plan says what it is at the most, and wh
 """
 
 import gc
+import itertools
 import weakref
 from dataclasses import replace
 from typing import cast
@@ -261,3 +262,37 @@ def test_calls_in_flight_keep_memory_and_no_graphs():
     assert flying.nbytes == 4  # a sparse tensor has no storage of its own
     flying.land()
     assert made() is None and len(flying) == flying.nbytes == 0
+
+
+IN_FRONT = list[str]()
+
+
+class First(nn.Linear):
+    def forward(self, x):
+        IN_FRONT.append("layer")
+        return super().forward(x)
+
+
+class Front(Learner):
+    """Notes when a microbatch has run the code in front of the first layer, and when that layer runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = First(6, 6), nn.Linear(6, 5)
+
+    def loss(self, batch):
+        x = batch["x"] * 2
+        IN_FRONT.append("code")
+        return F.cross_entropy(self.second(self.first(x)), batch["y"])
+
+
+def test_one_microbatch_waits_in_front_of_the_first_layer():
+    """What it holds is on a device, and a plan counts that of one."""
+    batches = [{"x": torch.randn(6, 6), "y": torch.randint(5, (6,))} for _ in range(2)]
+    late = {"latency": 2e-3}  # so that microbatches wait for weights
+    layers = ["First", "Linear"]
+    IN_FRONT.clear()
+    run(ours(num_microbatches=6, plan=harness.single(2, 6), layers=layers, emulation=late), Front(), batches)
+    behind_first_window = IN_FRONT[-12:]
+    waiting = list(itertools.accumulate({"code": 1, "layer": -1}[what] for what in behind_first_window))
+    assert waiting[-1] == 0 and max(waiting) <= 2, "one runs its first layer, and one waits for that"

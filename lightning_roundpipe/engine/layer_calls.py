@@ -73,7 +73,6 @@ class LayerCalls:
         sections.exit()
         if turns.predecessor_progress is not None:  # where it leaves layers out that the other one calls
             turns.wait_for(turns.predecessor_progress, turns.next)
-        sections.begun.set()
         outcome = self.forward(call, taped=traced.taped)
         assert turns.device is not None
         traced.taped, traced.worker = bool(call.output_kinds), turns.device.index
@@ -133,6 +132,7 @@ class LayerCalls:
         if taped and slot.position is None and turns.round and call.reconnect is None:
             call.slot = turns.for_backward(call, slot.worker)
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
+            self.sections.begun.set()  # only now: one microbatch at most waits in front of the first call
             worker, bring = executor.worker, activations.on
             worker.wait_for_copies()
             plan = self.spec.plan if taped and slot.position is not None else None

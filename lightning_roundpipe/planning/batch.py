@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes, for_each
-from lightning_roundpipe.planning.memory import Memory, arenas, handing_bytes, layer_arena, waiting, waiting_at
+from lightning_roundpipe.planning.memory import Memory, arenas, between_bytes, layer_arena, waiting, waiting_at
 from lightning_roundpipe.planning.problem import Problem
 from lightning_roundpipe.planning.schedule import Plan, Span
 
@@ -255,7 +255,7 @@ class MemoryTable:
 
     def __init__(self, costs: Costs, workers: int, memory: Memory, *, ahead: bool = False, most: bool = False) -> None:
         self._workers, self._memory, self._most, self._layer = workers, memory, most, layer_arena(costs)
-        self._handing = handing_bytes(costs, workers)
+        self._between = between_bytes(costs, workers)
         self._waiting = [np.array(sizes) for sizes in waiting_at(costs)]
         self._needs = {phase: _needs(costs, phase, ahead and phase == "backward") for phase in get_args(Phase)}
 
@@ -273,7 +273,7 @@ class MemoryTable:
         weights, gradients, activations = np.concatenate(needs, axis=2)
         before, behind = self._waiting
         left = np.concatenate([before[ends[:, :forward]], behind[starts[:, forward:]]], axis=1)
-        activations += self._handing + waiting(left, workers, shape.round_microbatches)
+        activations += self._between + waiting(left, workers, shape.round_microbatches)
         of_stages = arenas(weights, gradients, workers)[self._most]
         fitting = np.ones(len(sizes), dtype=np.bool_)
         for part, memory in self._parts(sizes.shape[1]):

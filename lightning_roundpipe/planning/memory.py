@@ -264,18 +264,22 @@ def waiting_at(costs: Costs) -> tuple[list[int], list[int]]:
     return [*(call.waiting_bytes for call in costs), 0], backward
 
 
-def handing_bytes(costs: Costs, workers: int) -> int:
-    """Return the most bytes of a backward through user code on a worker that runs any other stage meanwhile.
+def between_bytes(costs: Costs, workers: int) -> int:
+    """Return the most bytes of user code on a worker that runs any stage meanwhile.
 
-    A single worker runs it in the turn of the stage behind that code, which counts it.
+    A microbatch waits in front of the first call, while the one before it has its turn. And user code may have its
+    backward on the worker where it ran. A single worker has that in the turn of the stage behind it, which counts it.
     """
-    return max(call.handing_bytes for call in costs) if workers > 1 else 0
+    return costs.calls[0].waiting_bytes + (max(call.handing_bytes for call in costs) if workers > 1 else 0)
 
 
 def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
-    """Return the bytes that a worker uploads for the start of a microbatch's turn in ``stage``."""
+    """Return the bytes that a worker uploads for the start of a microbatch's turn in ``stage``.
+
+    ``alone``: it is the only worker, and has the outputs of its own stages and their gradients already.
+    """
     if stage.phase != "backward":
-        return 0 if alone else costs.calls[stage.first].input_bytes
+        return 0 if alone and stage.first else costs.calls[stage.first].input_bytes
     taped = [call for call in costs.calls[stage.first : stage.last + 1] if call.needs_backward]
     return taped[-1].input_bytes + (0 if alone else taped[-1].returning_bytes) if taped else 0
 
@@ -290,7 +294,7 @@ class WorkerNeeds:
         own: positions of the stages that the worker runs.
         copies: bytes of the arena for the packed weights that stages unpack once.
         products: most bytes of the products of a carried call.
-        handing: bytes of user code's backward; see `handing_bytes`.
+        between: bytes of user code beside a stage; see `between_bytes`.
         beside: bytes beside the arena, without what is brought ahead.
     """
 
@@ -305,8 +309,8 @@ class WorkerNeeds:
         self.copies = max((copies_of(stage, costs) for stage in unpacking), default=0)
         self.products = max((costs.calls[call].product_bytes(plan.carry_least) for call in plan.carry), default=0)
         self._activations = max(self.needs[at].activations + self.waiting[at] for at in self.own)
-        self.handing = handing_bytes(costs, workers)
-        self.beside = self.copies + self._activations + self.handing + PRODUCTS * self.products
+        self.between = between_bytes(costs, workers)
+        self.beside = self.copies + self._activations + self.between + PRODUCTS * self.products
 
     @cached_property
     def arena(self) -> tuple[int, int]:
@@ -323,7 +327,7 @@ class WorkerNeeds:
         """Bytes uploaded before they are needed.
 
         These are inputs and carried products of a running microbatch's next call, and all inputs that the next
-        microbatch starts from. A single worker has the outputs of its own stages and their gradients already.
+        microbatch starts from.
         """
         crowded, alone = max(self.needs[at].crowded + self.waiting[at] for at in self.own), self._workers == 1
         brought = max(_brought(self.stages[at], self._costs, alone=alone) for at in self.own)
@@ -363,7 +367,7 @@ class WorkerNeeds:
             Item("arena for unpacked weights", self.copies),
             Item(f"loss and activations of {self._costs.layers[-1]}", last),  # of the last call, and the loss behind it
             Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last),
-            Item("backward of code between layers", self.handing),
+            Item("code between layers, beside the stage", self.between),
             Item(f"carried products of {plural(PRODUCTS, 'call')}", PRODUCTS * self.products),
             Item(f"boundary tensors of {wait}", waiting[position]),
             Item("boundary tensors that are brought ahead", self.planned(budget) - arena - self.beside),
