@@ -262,6 +262,41 @@ def frames(error):
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
+def fit(trainer, module=MODULE, *, traced=True, **options):
+    """Train a copy of ``module`` and look at what is left. The copy, and what was raised, without its frames.
+
+    ``traced``: whether a traceback reaches the line that raised.
+    """
+    copied, error = copy.deepcopy(module), None
+    with devices_made() as made, no_collector():
+        try:
+            with harness.quiet():
+                trainer.fit(copied, loader(BATCHES), **options)
+        except (Exception, SystemExit) as raised:
+            if PLANTED.raised_at:
+                assert time.monotonic() - PLANTED.raised_at[0] < WITHIN_S
+                assert not traced or any("explode" in frames(each) for each in _causes(raised))
+            for each in _causes(raised):  # they hold what they worked with
+                each.__traceback__ = None
+            error = raised
+        assert_nothing_left(copied, made)
+    return copied, error
+
+
+def _causes(error):
+    """It, and all that it came from."""
+    return [error, *(more for cause in (error.__cause__, error.__context__) if cause for more in _causes(cause))]
+
+
+def trains_again(trainer, module=MODULE, **options):
+    """With the same strategy, from the start. Lightning would go on behind the error, which may be at the end."""
+    PLANTED.clear()
+    trainer.fit_loop = type(trainer.fit_loop)(trainer, max_epochs=1)
+    copied, error = fit(trainer, module, **options)
+    assert error is None
+    harness.assert_tensors_same(plainly().state, dict(copied.state_dict()))
+
+
 def fail(batch, *planted, devices=2, again=True, probed=False, trainer=None, module=MODULE, **options):
     """Train into a fault, look at what is left, and train once more with the same Trainer.
 
@@ -278,42 +313,18 @@ def fail(batch, *planted, devices=2, again=True, probed=False, trainer=None, mod
         The exception; None if nobody came to the place, so that the run went through.
     """
     given = dict(trainer or {})
-    fit = {name: given.pop(name) for name in ("val_dataloaders",) if name in given}
+    validation = {name: given.pop(name) for name in ("val_dataloaders",) if name in given}
     callbacks = [PlantAt(-1 if batch is None else batch, *planted), *given.pop("callbacks", ())]
     if batch is None:
         PLANTED.plant(*planted)
-    copied = copy.deepcopy(module)
-    with devices_made() as made:
-        chosen = trainer_of(strategy(**options), devices=devices, callbacks=callbacks, **given)
-        with no_collector():
-            error = _caught(chosen, copied, fit)
-            assert_nothing_left(copied, made)
-        if error is None:
-            assert probed or not PLANTED.raised_at, "swallowed"
-            harness.assert_tensors_same(plainly().state, dict(copied.state_dict()))
-        elif again:
-            PLANTED.clear()
-            copied = copy.deepcopy(module)
-            # From the start; Lightning would go on from where the error was raised, which may be the last batch.
-            chosen.fit_loop = type(chosen.fit_loop)(chosen, max_epochs=1)
-            with harness.quiet():
-                chosen.fit(copied, loader(BATCHES), **fit)
-            harness.assert_tensors_same(plainly().state, dict(copied.state_dict()))
-            assert_nothing_left(copied, made)
+    chosen = trainer_of(strategy(**options), devices=devices, callbacks=callbacks, **given)
+    copied, error = fit(chosen, module, **validation)
+    if error is None:
+        assert probed or not PLANTED.raised_at, "swallowed"
+        harness.assert_tensors_same(plainly().state, dict(copied.state_dict()))
+    else:
+        assert PLANTED.raised_at, error
+        if again:
+            trains_again(chosen, module, **validation)
     PLANTED.clear()
     return error
-
-
-def _caught(trainer, module, fit):
-    """What ``fit`` raises, without its frames, which hold what they worked with."""
-    try:
-        with harness.quiet():
-            trainer.fit(module, loader(BATCHES), **fit)
-    except (Exception, SystemExit) as error:
-        assert time.monotonic() - PLANTED.raised_at[0] < WITHIN_S
-        origin = error
-        while origin is not None and "explode" not in frames(origin):
-            origin = origin.__cause__
-        assert origin is not None, "no traceback reaches the line that raised"
-        return error.with_traceback(None)
-    return None

@@ -34,7 +34,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.optim.narrow_gradient import widened
 from lightning_roundpipe.planning.memory import WorkerNeeds
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.precision import RoundPipePrecision
+from lightning_roundpipe.updates.bucket_stepper import BucketStepper
 
 Gradients = dict[str, Tensor | None]
 
@@ -158,16 +163,6 @@ def callback(*, passive=False, **hooks):
     return type("Own", (pl.Callback,), {"roundpipe_passive_hooks": passive, **methods})()
 
 
-def save_at(step, path):
-    """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
-
-    def save(trainer, *_):
-        if trainer.global_step == step and not path.exists():
-            trainer.save_checkpoint(path)
-
-    return callback(passive=True, on_train_batch_end=save)  # saving waits for updates by itself
-
-
 def save_after(batches, path):
     """Writes a checkpoint after ``batches`` batches of training."""
 
@@ -181,10 +176,6 @@ def save_after(batches, path):
 @contextlib.contextmanager
 def overheard(result, module):
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
-    from lightning_roundpipe.optim.narrow_gradient import widened
-    from lightning_roundpipe.precision import RoundPipePrecision
-    from lightning_roundpipe.updates.bucket_stepper import BucketStepper
-
     real, real_after = BucketStepper._gather, RoundPipePrecision._after_closure
 
     def gather(self, bucket, step):
@@ -211,9 +202,7 @@ def overheard(result, module):
 
 
 def ours(**options):
-    """A new ``RoundPipeStrategy``; imported late, so that the comparisons themselves can be tested without it."""
-    from lightning_roundpipe import RoundPipeStrategy
-
+    """A new ``RoundPipeStrategy``."""
     return RoundPipeStrategy(**options)
 
 
@@ -469,15 +458,11 @@ def call_count(plan):
 
 def per_call(n, round_microbatches=1):
     """A plan with a cut at every call."""
-    from lightning_roundpipe.planning.schedule import Plan
-
     return str(Plan.per_call(n, round_microbatches))
 
 
 def single(n, round_microbatches=1):
     """A plan with everything in the fused stage."""
-    from lightning_roundpipe.planning.schedule import Plan
-
     return str(Plan.single(n, round_microbatches))
 
 
@@ -530,9 +515,6 @@ def assert_tensors_same(plain, other, rtol=RTOL, atol=ATOL, what="value"):
     _fail_on(_compare_group(dict(_leaves(what, plain)), dict(_leaves(what, other)), _near(rtol, atol)))
 
 
-_SINGULAR = {"losses": "loss", "grads": "gradient of", "outputs": "output", "rng": "random state"}
-
-
 def _near(rtol, atol):
     def judge(a, b, scale):
         nan = torch.isnan(a) | torch.isnan(b)
@@ -552,52 +534,33 @@ def _equal(a, b, scale):
     return 1.0 + float(gap) if torch.isfinite(gap) else float("inf")
 
 
+def _groups(result, outputs, rng, logged):
+    """What is compared of a run, by label. A group's tensors have one scale; logged values are groups of their own."""
+    steps = {"loss": result.losses, "gradient of": result.grads}
+    steps |= ({"output": result.outputs} if outputs else {}) | ({"random state": result.rng} if rng else {})
+    for what, values in steps.items():
+        yield from ((f"step {step}: {what}", value) for step, value in enumerate(values))
+    yield "final", result.state
+    for line, (step, metrics) in enumerate(result.logged if logged else ()):
+        yield from ((f"line {line}, logged at step {step}: {name}", value) for name, value in metrics.items())
+    yield from ((f"metric {name}", value) for name, value in (result.metrics if logged else {}).items())
+
+
 def _differences(plain, other, judge, outputs, rng):
-    found = []
-    for what in ("losses", "grads", *(["outputs"] if outputs else []), *(["rng"] if rng else [])):
-        a, b = getattr(plain, what), getattr(other, what)
-        if len(a) != len(b):
-            steps = f"{len(a)} steps in one run, {len(b)} in the other"
-            found.append(_Difference(what, steps, float("inf")))
-        for step, (x, y) in enumerate(zip(a, b, strict=False)):
-            label = f"step {step}: {_SINGULAR[what]}"
-            exact = _equal if what == "rng" else judge
-            found += _compare_group(dict(_leaves(label, x)), dict(_leaves(label, y)), exact)
-    found += _compare_group(dict(_leaves("final", plain.state)), dict(_leaves("final", other.state)), judge)
-    if plain.logged is not None and other.logged is not None:
-        found += _compare_logged(plain.logged, other.logged, judge)
-        found += _compare_each(dict(_leaves("metric", plain.metrics)), dict(_leaves("metric", other.metrics)), judge)
+    logged = plain.logged is not None and other.logged is not None
+    one, two = (dict(_groups(result, outputs, rng, logged)) for result in (plain, other))
+    found = [_Difference(label, _ONLY[label in one], float("inf")) for label in sorted(one.keys() ^ two.keys())]
+    for label in (label for label in one if label in two):
+        exact = _equal if label.endswith("random state") else judge
+        found += _compare_group(dict(_leaves(label, one[label])), dict(_leaves(label, two[label])), exact)
     return found
 
 
-def _compare_logged(a, b, judge):
-    kinds = [[(step, sorted(metrics)) for step, metrics in lines] for lines in (a, b)]
-    if kinds[0] != kinds[1]:
-        missing = [line for line in kinds[0] if line not in kinds[1]]
-        added = [line for line in kinds[1] if line not in kinds[0]]
-        text = f"only the first run has {missing}, only the second has {added}, {kinds=}"
-        return [_Difference("logged lines differ", text, float("inf"))]
-    found = []
-    for (step, x), (_, y) in zip(a, b, strict=True):
-        label = f"logged at step {step}:"
-        found += _compare_each(dict(_leaves(label, x)), dict(_leaves(label, y)), judge)
-    return found
-
-
-def _compare_each(a, b, judge):
-    """Like ``_compare_group`` for values that have nothing to do with each other: no common scale."""
-    keys = a.keys() | b.keys()
-    return [d for key in sorted(keys) for d in _compare_group(_only(a, key), _only(b, key), judge)]
-
-
-def _only(values, key):
-    return {key: values[key]} if key in values else {}
+_ONLY = {True: "only in the first run", False: "only in the second run"}
 
 
 def _compare_group(a, b, judge):
-    found = []
-    for name in sorted(a.keys() ^ b.keys()):
-        found.append(_Difference(name, f"only in the {'first' if name in a else 'second'} run", float("inf")))
+    found = [_Difference(name, _ONLY[name in a], float("inf")) for name in sorted(a.keys() ^ b.keys())]
     scale = max((float(v.abs().nan_to_num().max()) for v in a.values() if _is_number(v)), default=0.0)
     for name in sorted(a.keys() & b.keys()):
         found += _compare(name, a[name], b[name], scale, judge)
@@ -657,11 +620,6 @@ def _fail_on(found):
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
-def lasting_threads():
-    """Names of the threads that are alive, without the lease's keeper, which comes and goes."""
-    return sorted(thread.name for thread in threading.enumerate())
-
-
 def roundpipe_threads():
-    """Names of the package's threads that are alive, without the lease's keeper, which ends 0.1 s later."""
-    return [name for name in lasting_threads() if name.startswith("roundpipe")]
+    """Names of the package's threads that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("roundpipe")]

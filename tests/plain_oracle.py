@@ -3,11 +3,8 @@
 ``train`` runs one script and records every call of a hook, in order, with what hooks can find: the batch, outputs,
 progress, the module's attributes and buffers, metrics. ``assert_same`` compares two records within rounding; modules
 are in double precision, so that rounding is far below any mistake. ``assert_plain`` does both.
-
-With ``ROUNDPIPE_TEST_PLAIN=1`` in the environment, tests compare plain Lightning with itself, which tests the oracle.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +22,7 @@ RTOL = 1e-6
 
 def on_devices(*numbers):
     """Parametrize ``devices``."""
-    return pytest.mark.parametrize("devices", [PLAIN] if os.environ.get("ROUNDPIPE_TEST_PLAIN") else numbers)
+    return pytest.mark.parametrize("devices", numbers)
 
 
 # ------------------------------------------------------------------------------------------------------------ recording

@@ -245,21 +245,9 @@ class Run:
 def train(case, callbacks=(), **options):
     """Run ``case``; ``options`` go to the strategy in place of its own."""
     module = StressModule(case.drops)
-    strategy = ours(
-        **{
-            "num_microbatches": case.microbatches,
-            "loss_weight": "targets",
-            "layers": LAYERS,
-            "plan": case.plan,
-            "prefetch": case.prefetch,
-            "emulation": case.emulation,
-            "staleness": case.staleness,
-            "reduce_dtype": case.reduce_dtype,
-            "optimizer_state": case.optimizer_state,
-            "watchdog_timeout": WATCHDOG,
-        }
-        | options
-    )
+    given = ("plan", "prefetch", "emulation", "staleness", "reduce_dtype", "optimizer_state")
+    given = {name: getattr(case, name) for name in given} | {"num_microbatches": case.microbatches}
+    strategy = ours(**given | {"loss_weight": "targets", "layers": LAYERS, "watchdog_timeout": WATCHDOG} | options)
     with all_reports() as reports, _highest(reports) as peaks, arenas_of(case.arena):
         result = run(
             strategy,

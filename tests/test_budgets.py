@@ -5,16 +5,13 @@ import re
 import pytest
 import torch
 import zoo
-from harness import ours, run, single
+from harness import ours, run
 
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import host_memory, make_devices
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.memory.budget import device_for, worker_bytes
-from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import device_bytes
-from lightning_roundpipe.planning.schedule import Plan
 
 
 @pytest.mark.parametrize(("budget", "allowed"), [(1000, 1000), (1e6, 6000), ("2KiB", 2048), (0.5, 3000), (None, 5400)])
@@ -33,29 +30,6 @@ def test_a_device_of_the_advised_size_has_that_budget(budget, monkeypatch):
     monkeypatch.setattr(EmulatedDevice, "capacity", lambda self: size)
     assert worker_bytes(options, devices) == 5000
     devices[0].close()
-
-
-def test_each_worker_keeps_to_a_share():
-    """A plan that needs 60 % of each device's memory: allowed with all of it, and refused with half.
-
-    The plan is given, as one that is found depends on measured times, and on a busy machine may want less than it could
-    have.
-    """
-    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp")
-    options = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"]}
-
-    def reported(**more):
-        report = run(ours(**options, **more), module, batches, devices=2).report
-        assert report is not None
-        return report
-
-    costs = Costs.from_dict(reported()["costs"])
-    options["plan"] = single(len(costs), 2)
-    needed = device_bytes(Plan.parse(options["plan"]), costs, 2)
-    memory = int(needed / 0.6)
-    assert max(reported(memory_budget=1.0, emulation={"memory": memory})["peak_device_bytes"]) > memory // 2
-    with pytest.raises(ValueError, match=f"plan: it needs .* but memory_budget allows {memory // 2:,}"):
-        reported(memory_budget=0.5, emulation={"memory": memory})
 
 
 def test_what_fits_the_hosts_memory_is_pinned(monkeypatch):

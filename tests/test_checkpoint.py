@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_identical, callback, loader, ours, run, save_after, save_at, trainer_of
+from harness import assert_identical, callback, loader, ours, run, save_after, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ def test_resume_continues_bit_for_bit(name, lora, done, staleness, tmp_path):
     """
     module, batches = fresh(name, lora), zoo.make_batches(name, 1) * 5
     options = {"strategy_options": {"staleness": staleness}}
-    whole = train(OURS, module, batches, callbacks=[save_at(done, tmp_path / "at.ckpt")], **options)
+    whole = train(OURS, module, batches, callbacks=[save_after(done, tmp_path / "at.ckpt")], **options)
     resumed = train(OURS, fresh(name, lora), batches, devices=3, fit={"ckpt_path": tmp_path / "at.ckpt"}, **options)
     assert_continues(whole, resumed, done)
 
@@ -93,7 +93,7 @@ def test_resume_continues_bit_for_bit(name, lora, done, staleness, tmp_path):
 def test_a_checkpoint_of_another_model_names_a_few_tensors(tmp_path):
     """All of a model's tensors were listed, which is pages of text."""
     path = tmp_path / "at.ckpt"
-    train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), callbacks=[save_at(1, path)])
+    train(OURS, fresh("qwen3"), zoo.make_batches("qwen3", 1), callbacks=[save_after(1, path)])
     with pytest.raises(RuntimeError, match=r"has adapters \(LoRA\), and the other has none") as raised:
         train(OURS, fresh("qwen3", lora=True), zoo.make_batches("qwen3", 1), fit={"ckpt_path": path})
     assert len(str(raised.value)) < 1000
@@ -194,7 +194,7 @@ def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path):
 def test_others_go_on_from_our_checkpoints_and_we_from_theirs(name, lora, before, after, tmp_path):
     module, batches = fresh(name, lora), zoo.make_batches(name, 1) * 4
     expected = train(PLAIN, module, batches)
-    train(before, module, batches, callbacks=[save_at(2, tmp_path / "at.ckpt")], max_steps=2)
+    train(before, module, batches, callbacks=[save_after(2, tmp_path / "at.ckpt")], max_steps=2)
     resumed = train(after, fresh(name, lora), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
     expected.losses, expected.grads, expected.logged = expected.losses[2:], expected.grads[2:], None
     harness.assert_same(expected, resumed, rtol=1e-4, atol=1e-5)
@@ -208,7 +208,7 @@ def test_the_file_is_what_plain_lightning_writes(name, lora, tmp_path):
             kind,
             fresh(name, lora),
             zoo.make_batches(name, 1) * 2,
-            callbacks=[save_at(2, tmp_path / f"{kind}.ckpt")],
+            callbacks=[save_after(2, tmp_path / f"{kind}.ckpt")],
             max_steps=2,
         )
     plain, own = (torch.load(tmp_path / f"{kind}.ckpt", weights_only=True) for kind in (PLAIN, OURS))
@@ -302,7 +302,7 @@ def test_optimizer_state_stays_on_the_cpu(tmp_path):
             self.away = False
 
     seen = set()
-    train(PLAIN, fresh(), BATCH, steps=2, callbacks=[save_at(1, tmp_path / "at.ckpt")])
+    train(PLAIN, fresh(), BATCH, steps=2, callbacks=[save_after(1, tmp_path / "at.ckpt")])
     run(Elsewhere(num_microbatches=3), fresh(), BATCH, devices=2, callbacks=[OnTheWay()], steps=3,
         fit={"ckpt_path": tmp_path / "at.ckpt"})  # fmt: skip
     assert seen == {(torch.device("cpu"), torch.float32)}

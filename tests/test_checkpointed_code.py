@@ -42,9 +42,6 @@ class Net(Learner, optimizer=torch.optim.AdamW, lr=0.01):
             return function(*args)
         return checkpoint(function, *args, use_reentrant=self.reentrant)
 
-    def step(self, x, y):
-        raise NotImplementedError
-
     def two(self, h):
         h = self.drop(self.blocks[0](h))
         return self.blocks[1](h * torch.sigmoid(h)).tanh() * self.norm_scale

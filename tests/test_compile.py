@@ -1,6 +1,5 @@
 """Layers that the strategy compiles: the numbers of plain training, and few compilations."""
 
-import copy
 import gc
 import shutil
 import threading
@@ -94,9 +93,9 @@ def compiled(backend, **options):
 
 def test_evaluation_runs_compiled_too():
     given, counting = batches(2), Counting()
-    plain = run("auto", Module(), copy.deepcopy(given), val_batches=given)
+    plain = run("auto", Module(), given, val_batches=given)
     strategy = compiled(counting)
-    result = run(strategy, Module(), copy.deepcopy(given), val_batches=given, devices=2, callbacks=[counting])
+    result = run(strategy, Module(), given, val_batches=given, devices=2, callbacks=[counting])
     torch.testing.assert_close(result.metrics["val_loss"], plain.metrics["val_loss"])
     assert counting.forward == 2 + 1  # without gradients it is another code
 
@@ -147,7 +146,7 @@ def test_functions_that_user_code_has_compiled_run_as_written():
         return graph
 
     given = batches(4)
-    expected = run("auto", CompilesItsLoss(backend), copy.deepcopy(given), val_batches=given[:1])
+    expected = run("auto", CompilesItsLoss(backend), given, val_batches=given[:1])
     graphs.clear()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -245,16 +244,16 @@ def test_sizes_that_came_before_do_not_matter():
     for plan, devices in ((single, 1), (per_call, 2)):
         torch._dynamo.reset()  # what it has learned about sizes, from one of these runs, another test or an earlier fit
         settings = {"compile_layers": {"backend": Rounding()}, "num_microbatches": 4, "plan": plan(5, 4)}
-        results.append(run(ours(layers=LAYERS, **settings), Module(), copy.deepcopy(given), devices=devices))
+        results.append(run(ours(layers=LAYERS, **settings), Module(), given, devices=devices))
     assert_identical(*results)
 
 
 @pytest.mark.slow
 def test_a_language_model_equals_plain_training():
     module, given, counting = zoo.make_module("llama", True), zoo.make_batches("llama", 5), Counting()
-    plain = run("auto", module, copy.deepcopy(given))
+    plain = run("auto", module, given)
     strategy = ours(compile_layers={"backend": counting, "dynamic": True}, num_microbatches=2)
-    result = run(strategy, module, copy.deepcopy(given), devices=2, callbacks=[counting])
+    result = run(strategy, module, given, devices=2, callbacks=[counting])
     assert_same(plain, result, rtol=2e-4, atol=2e-5)  # Adam makes more of rounding with each step
     assert counting.after[1:] == [counting.after[1]] * 4
 
@@ -263,20 +262,14 @@ def test_a_language_model_equals_plain_training():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs one for C++")
 def test_with_torchs_own_compiler():
     """It has random numbers of its own making, which are the same whoever asks for them again."""
-    given = batches(3)
-    plain = run("auto", Module(), copy.deepcopy(given))
-    strategy = ours(compile_layers=True, layers=LAYERS, num_microbatches=2, plan=halves(5, 2))
-    assert_same(plain, run(strategy, Module(), copy.deepcopy(given), devices=2))
-    results = [
-        run(
-            ours(compile_layers=True, layers=LAYERS, num_microbatches=2, plan=plan(5, 2)),
-            Module(0.3),
-            copy.deepcopy(given),
-            devices=devices,
-        )
+    options, given = {"compile_layers": True, "layers": LAYERS, "num_microbatches": 2}, batches(3)
+    plain = run("auto", Module(), given)
+    assert_same(plain, run(ours(**options, plan=halves(5, 2)), Module(), given, devices=2))
+    one, other = (
+        run(ours(**options, plan=plan(5, 2)), Module(0.3), given, devices=devices)
         for plan, devices in ((single, 1), (per_call, 2))
-    ]
-    assert_identical(*results)
+    )
+    assert_identical(one, other)
 
 
 class Float8(Module):
@@ -301,12 +294,12 @@ def test_layers_in_fp8(backend, recipe):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch's compiler for CPUs needs one for C++")
     given = batches(3)
-    found = run(compiled(backend, plan=halves(5, 2)), Float8(recipe), copy.deepcopy(given), devices=2)
+    found = run(compiled(backend, plan=halves(5, 2)), Float8(recipe), given, devices=2)
     if backend == "inductor":
         other = compiled(backend, plan=single(5, 2))
-        assert_identical(run(other, Float8(recipe), copy.deepcopy(given)), found)
+        assert_identical(run(other, Float8(recipe), given), found)
     else:
-        written = run(ours(layers=LAYERS, num_microbatches=2), Float8(recipe), copy.deepcopy(given), devices=2)
+        written = run(ours(layers=LAYERS, num_microbatches=2), Float8(recipe), given, devices=2)
         assert_same(written, found)
 
 

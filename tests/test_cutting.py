@@ -319,15 +319,6 @@ def test_own_weights(devices, way, window, parts):
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_one_message_where_devices_cannot_overlap(window, caplog, recwarn):
-    """One microbatch on several devices: one message says what to set. Two say nothing."""
-    with caplog.at_level("INFO"):
-        train(2, Net, batches([4] * 4), accumulate_grad_batches=window)
-    texts = [*caplog.messages, *(str(warning.message) for warning in recwarn)]
-    assert sum("accumulate_grad_batches" in text and "num_microbatches" in text for text in texts) == (window == 1)
-
-
-@pytest.mark.parametrize("window", [1, 2])
 def test_batches_of_fewer_samples_than_parts_are_warned_of_once(window, recwarn):
     """The usual loader of large models, with batches of one sample, was not cut, without a word. The last batch of an
     epoch may be short.

@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from patience import PATIENCE_S
+from test_docs import DOCUMENTS, blocks, prose
+from test_packaging import copied_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
 PROGRAMS = r"(?:roundpipe-(?:train|plan|export)|python examples/)"
 
 NOT_RUN = {
@@ -65,12 +63,9 @@ SUBSTITUTIONS = {
 
 def commands(path):
     """What the document shows to be typed: in code blocks without a language, and in the text."""
-    fenced = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", flags=re.MULTILINE | re.DOTALL)
-    text = path.read_text()
-    blocks = [block for language, block in fenced.findall(text) if language in ("", "sh", "console")]
-    prose = fenced.sub("", text)
-    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    code = [text for language, _, text in blocks(path) if language in ("", "sh", "console")]
+    lines = [line for text in code for line in re.sub(r"\\\n\s*", "", text).splitlines()]
+    lines += [" ".join(quoted.split()) for quoted in re.findall(r"`([^`]+)`", prose(path))]
     typed = (line.strip().removeprefix("$ ") for line in lines)
     return [line for line in typed if re.match(rf"(\w+=\"?\$\()?(\S*/bin/)?{PROGRAMS}", line)]
 
@@ -126,13 +121,7 @@ def installed(tmp_path_factory):
 
 
 def build_wheel(folder):
-    source = folder / "source"
-    source.mkdir()
-    for name in ("lightning_roundpipe", "conf"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        if (ROOT / file).is_file():
-            shutil.copy(ROOT / file, source)
+    source = copied_sources(folder / "source")
     subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
 
 

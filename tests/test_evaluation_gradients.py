@@ -25,9 +25,6 @@ class Validated(zoo.PlainClassifier):
         for name, value in self.validate(batch).items():
             self.log(f"val/{name}", value)
 
-    def validate(self, batch):
-        raise NotImplementedError
-
 
 class Sampling(Validated):
     """Some steps uphill, with calls without gradients before and after."""

@@ -73,15 +73,6 @@ class Interrupted:
         return trainer
 
 
-def trains_again(trainer):
-    """With the same strategy, from the start; Lightning's loops would go on from where they were interrupted."""
-    trainer.fit_loop = type(trainer.fit_loop)(trainer, max_epochs=1)
-    module = copy.deepcopy(MODULE)
-    with harness.quiet():
-        trainer.fit(module, harness.loader(BATCHES), VALIDATION)
-    harness.assert_tensors_same(faulty.plainly().state, dict(module.state_dict()))
-
-
 # ------------------------------------------------------------------------------------------- at any line of the package
 
 
@@ -173,7 +164,7 @@ def at_lines(chosen, seed):
             assert run.ended or not run.sent, f"{site}: nothing ended"
         sent += bool(run.sent)
         if number % 8 == 0:
-            trains_again(trainer)
+            faulty.trains_again(trainer, val_dataloaders=VALIDATION)
     assert sent > 0.8 * len(chosen), "there are lines that are not always passed, but not many"
     faulty.assert_trains()
 

@@ -4,7 +4,6 @@ Emulated devices count what they hold; a device that gets smaller when a batch s
 comes next. What only CUDA reports (a backward, a copy's target) is raised by hand, as torch raises it.
 """
 
-import copy
 import itertools
 import re
 
@@ -14,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
+from faulty import CUT, PLANTED, fail, notes
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_streams
 
@@ -41,45 +40,16 @@ class Shrink(pl.Callback):
                 device._ledger.limit = device.resident_bytes() + self.room
 
 
-def run_out(trainer, error):
-    """Train until there is no more room, and look at what is left."""
-    module = copy.deepcopy(MODULE)
-    caught = None
-    with faulty.devices_made() as made, faulty.no_collector():
-        try:
-            with harness.quiet():
-                trainer.fit(module, harness.loader(BATCHES))
-        except error as raised:
-            caught = raised
-        forget_frames(caught)
-        faulty.assert_nothing_left(module, made)
-    return caught
-
-
-def forget_frames(error):
-    """Of an error and all that it came from: they hold their tensors for as long as somebody holds the error."""
-    if error is not None and error.__traceback__ is not None:
-        error.__traceback__ = None
-        forget_frames(error.__cause__)
-        forget_frames(error.__context__)
-
-
-def trains_again(trainer):
-    module = copy.deepcopy(MODULE)
-    with harness.quiet():
-        trainer.fit(module, harness.loader(BATCHES))
-    harness.assert_tensors_same(faulty.plainly().state, dict(module.state_dict()))
-
-
 @pytest.mark.slow
 def test_a_device_that_is_too_small():
     """Whatever the room is, it is enough or there is an error; and with more and more of it, that comes later."""
     seen = []
     for room in itertools.count(0, 176):
         trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(2, room)])
-        error = run_out(trainer, DeviceOutOfMemory)
+        _, error = faulty.fit(trainer)
         if error is None:
             break
+        assert isinstance(error, DeviceOutOfMemory)
         said, note = str(error), notes(error)
         assert re.match(r"Emulated CUDA device [01] is out of memory: [\d.]+ \w+ for .+ do not fit, ", said), said
         assert re.search(r"are in use \((weights|gradients).* [\d.]+ KiB", said), said
@@ -95,8 +65,8 @@ def test_a_device_that_is_too_small():
     assert {"forward", "backward"} <= phases <= {"forward", "recomputation", "backward"}, seen
     assert any("saved for backward" in text for text in seen)
     trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(2, 0)])
-    assert run_out(trainer, DeviceOutOfMemory) is not None
-    trains_again(trainer)
+    assert isinstance(faulty.fit(trainer)[1], DeviceOutOfMemory)
+    faulty.trains_again(trainer)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +98,13 @@ def test_a_copy_that_fails(number):
         patch.setattr(emulated_streams, "move", move)
         callbacks = [faulty.PlantAt(2, "armed")]
         trainer = harness.trainer_of(faulty.strategy(plan=CUT), devices=2, callbacks=callbacks)
-        error = run_out(trainer, StreamError)
+        _, error = faulty.fit(trainer, traced=False)
     assert len(PLANTED.raised_at) == 1
-    assert error is not None, "swallowed"
+    assert isinstance(error, StreamError), "swallowed"
     assert re.match(r"roundpipe-dev[01]-\w+ failed: Boom\('planted'\)", str(error))
     assert type(error.__cause__) is faulty.Boom
-    PLANTED.clear()
     if number == 20:
-        trains_again(trainer)
+        faulty.trains_again(trainer)
 
 
 def test_a_full_device_is_named_in_a_validation_that_is_its_kinds_first():

@@ -33,14 +33,9 @@ class End(pl.Callback):
         self.at = 0.0
 
     def _end(self, engine):
-        worker_pool = engine.context.pool
-        worker = worker_pool.workers[1]
-        own = worker.sender
-        thread = own if self.which == "worker" else worker_pool.thread(1)
-        if not self.after_s:
-            end(thread)
-        else:
-            threading.Timer(self.after_s, end, [thread]).start()
+        pool = engine.context.pool
+        thread = pool.workers[1].sender if self.which == "worker" else pool.thread(1)
+        threading.Timer(self.after_s, end, [thread]).start() if self.after_s else end(thread)
         self.at = time.monotonic() + self.after_s
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -63,10 +58,9 @@ def test_a_dead_thread_is_reported(which, batch, after_s):
         trainer.fit(module, harness.loader(batches), harness.loader(BATCHES[:1]))
     assert time.monotonic() - ended.at < faulty.WITHIN_S
     said = str(caught.value)
-    worker = "gradients"
-    died = worker if which == "worker" else which
+    died = "gradients" if which == "worker" else which
     assert re.match(rf"thread 'roundpipe-{died}\d' has died \(AttributeError", said), said
-    for name in ("MainThread", f"roundpipe-{worker}0"):
+    for name in ("MainThread", "roundpipe-gradients0"):
         assert f"Thread {name!r}" in said
     assert isinstance(caught.value.__cause__, AttributeError)
     until(lambda: harness.roundpipe_threads() == [], "a thread is left")  # who closes waits a second, and no longer

@@ -137,14 +137,13 @@ def test_a_second_signal_does_not_wait(
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def failing_at(number, times=1):
+def failing_at(number):
     """A training step that fails in the second microbatch of the optimizer step of that number."""
-    step, left = CausalLM.training_step, [times]
+    step = CausalLM.training_step
 
     def failing(self, batch, batch_idx):
         loss = step(self, batch, batch_idx)
-        if self.trainer.global_step == number and batch_idx % 2 and left[0]:
-            left[0] -= 1
+        if self.trainer.global_step == number and batch_idx % 2:
             raise RuntimeError("the weather")
         return loss
 

@@ -1,7 +1,5 @@
 """PEFT models work unchanged: frozen weights travel, adapters alone have gradients and optimizer state."""
 
-import copy
-
 import harness
 import pytest
 import torch
@@ -23,36 +21,20 @@ def trained(name, module=None, **options):
     return run(chosen, module or zoo.make_module(name, lora=True), zoo.make_batches(name), devices=2)
 
 
-def logits(model, name):
-    model.eval()
+def logits(model):
     with torch.no_grad():
-        batch = zoo.make_batches(name, 1)[0]
-        return model(**batch).logits
+        return model.eval()(**zoo.make_batches("qwen3", 1)[0]).logits
 
 
-@pytest.mark.parametrize("name", ["qwen3"])
-def test_saved_adapters_load_in_plain_peft(name, tmp_path):
-    result = trained(name)
-    model = result.module.model
+def test_saved_adapters_load_in_plain_peft(tmp_path):
+    model = trained("qwen3").module.model
     model.save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 200_000
-    loaded = PeftModel.from_pretrained(zoo.make_module(name).model, tmp_path)
-    expected = logits(model, name)
-    assert torch.equal(logits(loaded, name), expected)
-    untrained = logits(zoo.make_module(name, lora=True).model, name)
-    assert not torch.allclose(untrained, expected, atol=1e-2)
-    harness.assert_tensors_same(expected, logits(loaded.merge_and_unload(), name), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_inputs_that_require_gradients():
-    """What trainers switch on for PEFT together with a model's own checkpointing: a hook on the embedding."""
-    module = zoo.make_module("llama", lora=True)
-    module.model.enable_input_require_grads()
-    module.model.base_model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batches = zoo.make_batches("llama")
-    plain = run("auto", copy.deepcopy(module), batches)
-    assert_same(plain, trained("llama", module))
+    loaded = PeftModel.from_pretrained(zoo.make_module("qwen3").model, tmp_path)
+    expected = logits(model)
+    assert torch.equal(logits(loaded), expected)
+    assert not torch.allclose(logits(zoo.make_module("qwen3", lora=True).model), expected, atol=1e-2)
+    harness.assert_tensors_same(expected, logits(loaded.merge_and_unload()), rtol=1e-4, atol=1e-4)
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -5,6 +5,7 @@ import time
 
 import harness
 import lightning.pytorch as pl
+import plain_oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -271,30 +272,11 @@ def test_on_any_number_of_workers():
     assert_identical(one, two)
 
 
-class Order(pl.Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.seen.append(("before backward", round(float(loss), 4)))
-
-    def on_after_backward(self, trainer, pl_module):
-        self.seen.append(("after backward", round(float(pl_module.one.weight.grad.norm()), 4)))
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.seen.append("before step")
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, *_):
-        self.seen.append(sorted(outputs))
-        self.seen.append(trainer.global_step)
-
-
 def test_hooks_come_where_they_come_in_plain_training():
-    module, seen = Manual(_shared_trunk), [Order(), Order()]
-    for strategy, order in zip(("auto", ours()), seen, strict=True):
-        run(strategy, module, callbacks=[order])
-    assert len(seen[0].seen) == 3 * 7
-    assert seen[0].seen == seen[1].seen
+    batches = [batch.double() for batch in samples()]
+    script = {"make": lambda: Manual(_shared_trunk).double(), "loader": lambda: harness.loader(batches)}
+    plain, _ = plain_oracle.assert_plain(2, **script, watch=True)
+    assert len(plain.of("on_after_backward")) == 2 * len(batches)
 
 
 def test_nothing_is_left_of_a_step():

@@ -29,8 +29,6 @@ from lightning_roundpipe.planning.memory import WorkerNeeds, boundary_bytes, dev
 
 WITHIN = 0.05
 WIDTH = 16
-REPORTS = []
-"""Of the last run."""
 
 
 class Dense(nn.Module):
@@ -64,21 +62,16 @@ def batch(name, samples):
     return zoo.make_batches("mlp" if name == "dense" else name, 1, samples)[0]
 
 
-def last_report():
-    return REPORTS[-1]
-
-
 def peaks_over_plan(module, batch, devices, *, blocking=False, steps=4, precision="32-true", **options):
-    """For each worker, the peak of all steps over what was planned for them."""
+    """For each worker, the peak of all steps over what was planned for them; and the last step's report."""
     with all_reports() as made:
         run(ours(**options), module, [batch] * steps, devices=devices, blocking=blocking, precision=precision)
     reports = [report for make in made if not (report := make())["profiled"]]
     assert len(reports) == steps - 1
     planned = {report["planned_device_bytes"] for report in reports}
     assert len(planned) == 1
-    REPORTS[:] = reports
     tops = [max(report["peak_device_bytes"][worker] for report in reports) for worker in range(devices)]
-    return [top / max(planned) for top in tops]
+    return [top / max(planned) for top in tops], reports[-1]
 
 
 def make_plan(kind, n, microbatches):
@@ -105,7 +98,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(300))
 def test_one_worker_holds_what_was_planned(name, lora, n, kind, options):
     batch = zoo.make_batches(name, 1, 8)[0]
     plan = make_plan(kind, n, 4)
-    (share,) = peaks_over_plan(zoo.make_module(name, lora), batch, 1, num_microbatches=4, plan=plan, **options)
+    (share,), _ = peaks_over_plan(zoo.make_module(name, lora), batch, 1, num_microbatches=4, plan=plan, **options)
     # Which experts are asked for changes with the weights, and with it what is saved.
     assert 1 - WITHIN <= share <= (1.5 * WITHIN + 1 if name == "qwen3_moe" else 1.0)
 
@@ -114,9 +107,8 @@ def test_one_worker_holds_what_was_planned(name, lora, n, kind, options):
 def test_two_workers_hold_no_more_than_planned_and_what_is_certain():
     """An odd number of stages, so that each of them comes to both workers."""
     batch, plan_text = zoo.make_batches("llama", 1, 8)[0], make_plan("cut ahead", 6, 4)
-    shares = peaks_over_plan(zoo.make_module("llama", True), batch, 2, num_microbatches=4, plan=plan_text)
+    shares, report = peaks_over_plan(zoo.make_module("llama", True), batch, 2, num_microbatches=4, plan=plan_text)
     assert max(shares) <= 1.0
-    report = last_report()
     plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
     alone = WorkerNeeds(replace(plan, round_microbatches=1), costs, 2).planned(None)  # none waits
     assert min(shares) * report["planned_device_bytes"] >= (1 - WITHIN) * alone
@@ -127,7 +119,7 @@ def test_two_workers_hold_no_more_than_planned_and_what_is_certain():
 def test_what_user_code_holds_is_planned(name, devices):
     """Outputs that its autograd graph saves, and gradients of outputs that several layers take."""
     plan = make_plan("cut", CALLS, 4)
-    shares = peaks_over_plan(model(name), batch(name, 64), devices, num_microbatches=4, plan=plan)
+    shares, _ = peaks_over_plan(model(name), batch(name, 64), devices, num_microbatches=4, plan=plan)
     assert max(shares) <= 1.0
     assert devices > 1 or shares[0] >= (0.9 if name == "unet" else 1 - WITHIN)
 
@@ -176,12 +168,12 @@ def mixed_batch():
 @pytest.mark.parametrize("cut", [harness.per_call, harness.halves])
 @pytest.mark.parametrize("kind", ["tanh", "mixing", "mask", "loss"])
 def test_what_code_between_layers_saves_is_planned(kind, cut, devices):
-    shares = peaks_over_plan(
+    shares, report = peaks_over_plan(
         Between(kind), mixed_batch(), devices, num_microbatches=4, plan=cut(7, 4), layers=["Linear"], steps=3
     )
     assert max(shares) <= 1.0
     assert devices > 1 or shares[0] >= 1 - WITHIN
-    costs = Costs.from_dict(last_report()["costs"])
+    costs = Costs.from_dict(report["costs"])
     assert max(call.behind_bytes for call in costs) >= (LOSS if kind == "loss" else 0)
     assert (max(call.handing_bytes for call in costs) > 0) is (kind in ("tanh", "mixing", "mask"))
 
@@ -215,8 +207,8 @@ def test_the_host_keeps_the_inputs_that_the_plan_counts(name, n, ahead, monkeypa
     text = f"forward 0-{middle - 2} {middle - 1}-{last - 1}; fused {last}; backward {middle}-{last - 1} 0-{middle - 1}"
     text += "; round 2" + ("; recompute ahead" if ahead else "")
     module, one = model(name), batch(name, 8)
-    peaks_over_plan(module, one, 2, num_microbatches=2, plan=text, steps=2)
-    plan, costs = Plan.parse(last_report()["plan"]), Costs.from_dict(last_report()["costs"])
+    _, report = peaks_over_plan(module, one, 2, num_microbatches=2, plan=text, steps=2)
+    plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
     assert len(kept) == 2
     assert sum(kept) == boundary_bytes(plan, costs)
     if name == "llama":
@@ -248,13 +240,12 @@ def test_a_budget_leaves_so_much_room_for_what_is_brought_ahead():
     """Down to none: then everything comes in its turn, and the peak is what the plan itself needs."""
     module, batch = zoo.make_module("llama"), zoo.make_batches("llama", 1, 8)[0]
     plan = make_plan("halves", 6, 4)
-    peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, steps=2)
-    report = last_report()
+    _, report = peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, steps=2)
     need = device_bytes(Plan.parse(report["plan"]), Costs.from_dict(report["costs"]), 1)
     assert need < report["planned_device_bytes"]
     for budget in (need, report["planned_device_bytes"]):
-        (share,) = peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, memory_budget=budget)
-        assert last_report()["planned_device_bytes"] == budget
+        (share,), found = peaks_over_plan(module, batch, 1, num_microbatches=4, plan=plan, memory_budget=budget)
+        assert found["planned_device_bytes"] == budget
         assert 1 - WITHIN <= share <= 1.0 if budget == need else share <= 1.0
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Learner, assert_same, ours, run, seeded
+from harness import Learner, assert_plain, ours, run, seeded
 from torch import nn
 
 HARD = {"poison": True, "delay_seed": 3}
@@ -82,9 +82,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_other_calls_give_what_plain_training_gives(name):
-    module = Module(STEPS[name])
-    result = run(ours(num_microbatches=4, emulation=HARD), module, data(), devices=3)
-    assert_same(run("auto", module, data()), result)
+    assert_plain(Module(STEPS[name]), data(), {"num_microbatches": 4, "emulation": HARD}, devices=3)
 
 
 def test_the_next_batches_are_learned_until_a_plan_has_the_calls():
@@ -95,6 +93,5 @@ def test_the_next_batches_are_learned_until_a_plan_has_the_calls():
 
 def test_a_given_plan_is_kept():
     module, plan = Module(STEPS["a head for each batch"]), "forward 0-1; fused 2-4; backward 0-1; round 2"
-    result = run(ours(num_microbatches=4, plan=plan), module, data(4), devices=2)
-    assert_same(run("auto", module, data(4)), result)
+    _, result = assert_plain(module, data(4), {"num_microbatches": 4, "plan": plan})
     assert result.report["plan"].startswith("forward 0-1; fused 2-4")

@@ -97,11 +97,8 @@ WAYS = {
     ],
 )
 def test_as_in_plain_training(name, way):
-    as_in_plain_training(name, WAYS[way], 16)
-
-
-def as_in_plain_training(name, options, steps):
     """A scheduler, two groups, microbatches on three workers."""
+    options, steps = WAYS[way], 16
     module = Trained(OPTIMIZERS[name], schedule=True)
     apart = Apart()
     plain = run("auto", module, many(steps), **options)

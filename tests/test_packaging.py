@@ -23,14 +23,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
+def copied_sources(folder):
+    """What a wheel is built of, copied to ``folder``: a build leaves files behind."""
+    for name in ("lightning_roundpipe", "conf"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
-    """METADATA as a build makes it, of a copy: a build leaves files behind."""
-    copy = tmp_path_factory.mktemp("copy")
-    for folder in ("lightning_roundpipe", "conf"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, copy)
+    """METADATA as a build makes it."""
+    copy = copied_sources(tmp_path_factory.mktemp("copy"))
     make = "from setuptools.build_meta import prepare_metadata_for_build_wheel as make; make('made')"
     (copy / "made").mkdir()
     done = subprocess.run([sys.executable, "-c", make], cwd=copy, capture_output=True, text=True)

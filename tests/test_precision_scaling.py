@@ -9,7 +9,7 @@ import harness
 import pytest
 import torch
 import zoo
-from harness import assert_identical, assert_same, assert_tensors_same, ours, run, save_after, save_at
+from harness import assert_identical, assert_same, assert_tensors_same, ours, run, save_after
 from lightning.pytorch.plugins.precision import MixedPrecision
 from test_precision_true import by_hand
 from torch.amp import GradScaler
@@ -133,7 +133,7 @@ def test_a_factor_that_moves_within_a_window(precision):
 def test_checkpoints_cross_over(first, tmp_path):
     path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 6
     runs = {"lightning": plain, "ours": train}
-    whole = runs.pop(first)(batches, callbacks=[save_at(3, path)])
+    whole = runs.pop(first)(batches, callbacks=[save_after(3, path)])
     [other] = runs.values()
     resumed = other(batches, fit={"ckpt_path": path})
     whole.losses = whole.losses[3:]

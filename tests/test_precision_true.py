@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import Learner, Result, assert_identical, assert_same, ours, run, save_at
+from harness import Learner, Result, assert_identical, assert_same, ours, run, save_after
 from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -216,7 +216,7 @@ def test_resuming_goes_on_bit_for_bit(born_low, staleness, tmp_path):
 
     batches, path = parts_batches(1) * 6, tmp_path / "at.ckpt"
     options = {"strategy_options": {"staleness": staleness}}
-    whole = train(fresh(), batches, callbacks=[save_at(3, path)], **options)
+    whole = train(fresh(), batches, callbacks=[save_after(3, path)], **options)
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert saved["scale"].dtype is torch.float32 and saved["offset"].dtype is BF16
     assert not torch.equal(saved["scale"], saved["scale"].to(BF16).float())

@@ -12,7 +12,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from harness import Learner, arenas_of, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.engine.uploads import SlotMemory
@@ -96,13 +96,12 @@ def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(n
         assert_identical(first, trained(module, 3, plan=PLAN))
 
 
-def with_experts(name):
+def with_experts():
     """Beside adapters in attention."""
-    kinds = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
-    config = AutoConfig.for_model(
-        name, vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, initializer_range=0.1, pad_token_id=None,
-        **kinds[name],
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        initializer_range=0.1, pad_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     model = quantize.quantize(AutoModelForCausalLM.from_config(config, dtype=torch.float32), "nf4")
@@ -143,7 +142,7 @@ def test_mixed_precision_computes_as_in_plain_microbatches(kind, precision):
 
     Which steps are watched depends on the plan, so the bits of a model with experts did, too.
     """
-    module = task() if kind == "dense" else with_experts("qwen3_moe")
+    module = task() if kind == "dense" else with_experts()
     first = trained(module, 1, precision=precision)
     assert_identical(first, trained(module, 4, precision=precision, plan=PLAN))
     if precision == "bf16-mixed":
@@ -259,7 +258,7 @@ def test_the_module_is_left_as_it_was(tmp_path):
 @pytest.mark.parametrize("name", ["int8", "packed experts"])
 def test_resumes_from_a_checkpoint(name, tmp_path):
     """Plain Lightning calls the scales in its own checkpoint unexpected."""
-    module, data = (with_experts("qwen3_moe") if name == "packed experts" else task(name)), batches()
+    module, data = (with_experts() if name == "packed experts" else task(name)), batches()
     whole = trained(module, data=data * 2)
     trainer = trainer_of(ours(num_microbatches=2), devices=2)
     trainer.fit(copy.deepcopy(module), loader(data))

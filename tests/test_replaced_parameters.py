@@ -166,9 +166,8 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_memory_that_callbacks_hold(kind):
-    found = []
-    for strategy, count in (("auto", 1), (ours(num_microbatches=2), 2)):
-        callback = CALLBACKS[kind]()
-        result = train(strategy, lambda m: None, devices=count, callbacks=[callback], max_epochs=4)
-        found.append(result)
-    assert_same(*found)
+    plain, other = (
+        train(strategy, lambda m: None, devices=devices, callbacks=[CALLBACKS[kind]()], max_epochs=4)
+        for strategy, devices in (("auto", 1), (ours(num_microbatches=2), 2))
+    )
+    assert_same(plain, other)

@@ -7,41 +7,28 @@ from harness import assert_plain
 
 
 class Averaged(zoo.PlainClassifier):
-    """Validates with averages of its weights."""
+    """Averages its weights."""
 
     def __init__(self, model):
         super().__init__(model)
         self.averages = [p.detach().clone() for p in model.parameters()]
-        self.trained = []
 
     def on_train_batch_end(self, *_):
         with torch.no_grad():
             for average, p in zip(self.averages, self.model.parameters(), strict=True):
                 average.lerp_(p.detach(), 0.3)
 
-    def on_validation_start(self):
-        self.enter()
-
-    def on_validation_end(self):
-        self.leave()
-
-    def enter(self):
-        raise NotImplementedError
-
-    def leave(self):
-        raise NotImplementedError
-
 
 class KeptAside(Averaged):
     """As the class does that is copied from one repository to the next: a dict of what was there."""
 
-    def enter(self):
+    def on_validation_start(self):
         self.aside = {}
         for (name, p), average in zip(self.model.named_parameters(), self.averages, strict=True):
             self.aside[name] = p.data
             p.data = average
 
-    def leave(self):
+    def on_validation_end(self):
         for name, p in self.model.named_parameters():
             p.data = self.aside[name]
         self.aside = {}
@@ -50,14 +37,14 @@ class KeptAside(Averaged):
 class KeptAsViews(Averaged):
     """What is kept are views, and what is put in place parts of one flat tensor."""
 
-    def enter(self):
+    def on_validation_start(self):
         self.aside = [p.data.view(-1) for p in self.model.parameters()]
         flat = torch.cat([average.reshape(-1) for average in self.averages])
         sizes = [p.numel() for p in self.model.parameters()]
         for p, part in zip(self.model.parameters(), flat.split(sizes), strict=True):
             p.data = part.view_as(p)
 
-    def leave(self):
+    def on_validation_end(self):
         for p, kept in zip(self.model.parameters(), self.aside, strict=True):
             p.data = kept.view_as(p)
 
@@ -72,11 +59,6 @@ class OfOneLayer(Averaged):
         norm = blocks[1].norm
         norm.weight.data, norm.bias.data = norm.bias.data, norm.weight.data
 
-    def enter(self):
-        pass
-
-    leave = enter
-
 
 class EachBatch(Averaged):
     """As Lookahead does: slow weights now and then, of which a training step is made."""
@@ -84,11 +66,6 @@ class EachBatch(Averaged):
     def on_train_batch_start(self, *_):
         for p, average in zip(self.model.parameters(), self.averages, strict=True):
             p.data, average.data = average.data, p.data
-
-    def enter(self):
-        pass
-
-    leave = enter
 
 
 @pytest.mark.parametrize("kind", [KeptAside, KeptAsViews, OfOneLayer, EachBatch])

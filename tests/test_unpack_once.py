@@ -75,7 +75,7 @@ def test_for_all_devices_and_plans(devices, plan):
 
 @pytest.mark.slow
 def test_experts(unpackings):
-    module = with_experts("qwen3_moe")
+    module = with_experts()
     per_use = fit(module, PLAN)
     often = unpackings.pop("experts")
     assert_identical(per_use, fit(module, ONCE, emulation={"poison": True}))

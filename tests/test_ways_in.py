@@ -82,23 +82,28 @@ CELLS = [
     """,
     """
     print(module.model(batches[0]["x"]).shape)  # an ordinary module again
+    values = [trainer.validate(module, harness.loader(batches)), trainer.test(module, harness.loader(batches))]
+    values.append(trainer.predict(module, harness.loader(batches)))
+    """,
+    """
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, harness.loader(batches))
+    trainer.fit(module, harness.loader(batches), harness.loader(batches))
+    values.append(dict(module.state_dict()))
     """,
 ]
 
 
 def run_cells(strategy: str) -> Any:
-    """One process runs them all, in one namespace. The module that they end with."""
+    """One process runs them all, in one namespace. What they have found, the module's state at the end included."""
     namespace: dict[str, Any] = {"__name__": "__main__", "strategy": strategy}
     for cell in CELLS:
         with pytest.raises(KeyError, match="a cell that fails") if "Fails" in cell else contextlib.nullcontext():
             exec(textwrap.dedent(cell), namespace)
         assert not harness.roundpipe_threads()
-    return namespace["module"]
+    return namespace["values"]
 
 
 def test_cells_of_a_notebook() -> None:
     """The cell that fails leaves nothing behind that matters."""
-    plain, own = (dict(run_cells(strategy).state_dict()) for strategy in ("auto", "roundpipe"))
+    plain, own = (run_cells(strategy) for strategy in ("auto", "roundpipe"))
     harness.assert_tensors_same(plain, own, rtol=1e-4, atol=1e-5)

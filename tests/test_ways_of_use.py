@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
-from harness import assert_same, loader, ours, run, seeded, trainer_of
+from harness import assert_plain, loader, ours, seeded, trainer_of
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
@@ -114,22 +114,10 @@ def double():
 
 @pytest.mark.parametrize(("microbatches", "devices", "accumulate"), [(1, 1, 1), (2, 2, 2)])
 def test_double_precision(microbatches, devices, accumulate):
-    plain, other = (
-        run(
-            strategy,
-            double(),
-            zoo.make_batches("mlp", count=4),
-            devices=count,
-            precision="64-true",
-            accumulate_grad_batches=accumulate,
-        )
-        for strategy, count in (
-            ("auto", 1),
-            (ours(num_microbatches=microbatches, layers=["Linear", "GoesByDefault"]), devices),
-        )
-    )
+    options = {"num_microbatches": microbatches, "layers": ["Linear", "GoesByDefault"]}
+    script = {"devices": devices, "precision": "64-true", "accumulate_grad_batches": accumulate}
+    _, other = assert_plain(double(), zoo.make_batches("mlp", count=4), options, **script)
     assert all(t.dtype is torch.float64 for t in other.state.values())
-    assert_same(plain, other)
 
 
 class TakesFromIterator(zoo.PlainClassifier):

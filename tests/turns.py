@@ -15,9 +15,7 @@ Copies are judged by `ordering`.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 from lightning_roundpipe.planning.schedule import Plan
 
@@ -25,7 +23,6 @@ COMPUTE = ("forward", "recompute", "backward")
 KINDS = {"forward": {"forward"}, "fused": {"forward", "backward"}, "backward": {"recompute", "backward"}}
 OFF_PLAN = -1
 """The slot of a call that the plan does not have."""
-Row = Mapping[str, Any]
 
 
 def faults(report):
