@@ -49,9 +49,9 @@ class Listens(pl.Callback):
             acquire(baton, *args)
             self._mine.held = True
 
-        def released(baton):
+        def released(baton, **computes):
             self._mine.held = False
-            release(baton)
+            release(baton, **computes)
 
         patch.setattr(Runner, "sleep", slept)
         patch.setattr(Baton, "acquire", acquired)
