@@ -35,8 +35,8 @@ STALL = 15.0
 """Seconds after which machines that wait for different things are taken for stuck."""
 BUCKETS = ("the gradients of bucket", "the weights of bucket")
 """How waits for buckets begin. Machines that are all in them wait for the network, whichever buckets these are."""
-CALL = "a collective operation of torch.distributed"
-"""What a machine waits for that has called more of them than another machine."""
+PATIENCE = 10
+"""Timeouts that a message of unbounded size may take, while all machines wait for the same one."""
 SILENCE = 8 * BEAT
 """Seconds without a message after which a machine whose connection broke is taken for dead."""
 LAST_WORDS = 10.0
@@ -57,22 +57,17 @@ class Liveness:
         names: host names of all machines, by number.
         timeout: seconds within which this machine ends after another one has failed.
         leave: ends the process [5].
-        calls: returns how many collective operations user code has called so far.
 
     Attributes:
         failure: what has happened to another machine; None if nothing has.
     """
 
     def __init__(
-        self, store: Any, rank: int, names: Sequence[str], timeout: float, leave: Callable[[int], object] = os._exit,
-        calls: Callable[[], int] = int,
-    ) -> None:  # fmt: skip
+        self, store: Any, rank: int, names: Sequence[str], timeout: float, leave: Callable[[int], object] = os._exit
+    ) -> None:
         self.failure: str | None = None
         self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
-        self._calls, self._called = calls, (0, time.monotonic())
-        """The number of calls, and when it was first seen."""
-        self._waits: dict[int, tuple[str, float]] = {}
-        """What a thread waits for, and since when, by the thread's id."""
+        self._waits = _Waits()
         self._run, self._told = 0, False
         """The number of the run, and whether its main thread knows of a failure."""
         self._over = threading.Event()
@@ -96,7 +91,7 @@ class Liveness:
 
     def enter(self) -> None:
         """Write a beat of no run. All machines must have done so before the first `begin`."""
-        self._store.set(_beat(self._rank), json.dumps({"run": 0, "n": 0, **self._state()}))
+        self._store.set(_beat(self._rank), json.dumps({"run": 0, "n": 0, "wait": None, "for": 0.0, "bounded": False}))
         atexit.register(self._at_exit)
 
     def begin(self) -> None:
@@ -123,15 +118,12 @@ class Liveness:
         while self._threads:
             self._threads.pop().join(self._timeout / 2 if self.failure is None else 4 * BEAT)
 
-    @contextlib.contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
-        """Wait for the others in this context, for what ``label`` says: a message that travels within the timeout."""
-        me = threading.get_ident()
-        self._waits[me] = label, time.monotonic()
-        try:
-            yield
-        finally:
-            del self._waits[me]
+    def waiting(self, label: str, *, bounded: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the calling thread waits for the others, for what ``label`` says.
+
+        ``bounded``: whether that is one message of bounded size, which a network carries within the timeout.
+        """
+        return self._waits.waiting(label, bounded)
 
     def check(self) -> None:
         """Raise `MachineError` if another machine has failed."""
@@ -142,10 +134,10 @@ class Liveness:
 
     def says(self) -> str:
         """Return what this machine waits for from the others, as a sentence; empty if it does not."""
-        state = self._state()
-        if state["wait"] is None:
+        label, since, _ = self._waits.oldest()
+        if label is None:
             return ""
-        return f"For {state['for']:.0f} seconds this machine has waited for {state['wait']} from other machines."
+        return f"For {time.monotonic() - since:.0f} seconds this machine has waited for {label} from other machines."
 
     def explain(self, error: BaseException, label: str) -> MachineError:
         """Return the error to raise when the network has failed with ``error``.
@@ -227,12 +219,16 @@ class Liveness:
                 self._leave(EXIT)
                 return
             self._over.wait(BEAT)
+        self._waits.forget()
 
     def _exchange(self, number: int) -> dict[int, dict[str, Any]]:
         """Write this machine's beat and error, and read those of the others [1]."""
         if self._said is not None:
             self._store.set(self._key("error", self._rank), json.dumps(self._said[:2000]))
-        self._store.set(_beat(self._rank), json.dumps({"run": self._run, "n": number, **self._state()}))
+        label, since, bounded = self._waits.oldest()
+        waited = time.monotonic() - since if label else 0.0
+        beat = {"run": self._run, "n": number, "wait": label, "for": waited, "bounded": bounded}
+        self._store.set(_beat(self._rank), json.dumps(beat))
         for other in self._others if self.failure is None else ():
             key = self._key("error", other)
             if self._store.check([key]):
@@ -243,31 +239,22 @@ class Liveness:
             self._read.set()
         return {other: json.loads(self._store.get(_beat(other))) for other in self._others}
 
-    def _state(self) -> dict[str, Any]:
-        """Return the wait of this machine that began first, or since when user code has called nothing else."""
-        if (calls := self._calls()) != self._called[0]:
-            self._called = calls, time.monotonic()
-        waits = list(self._waits.copy().values())
-        label, since = min(waits, key=lambda wait: wait[1]) if waits else (None, self._called[1])
-        return {"wait": label, "for": time.monotonic() - since, "calls": calls}
-
     def _look_for_stuck(self, beats: dict[int, dict[str, Any]]) -> None:
         """Find machines that wait for different things, or for a network that carries nothing [4]."""
-        if self.failure is not None or not beats:
+        label, since, bounded = self._waits.oldest()
+        alone = not beats or any(beat["wait"] is None for beat in beats.values())
+        if self.failure is not None or label is None or alone:
             return
-        everyones = {**beats, self._rank: self._state()}
-        fewest = min(beat["calls"] for beat in everyones.values())
-        waits = {rank: beat["wait"] or (CALL if beat["calls"] > fewest else "") for rank, beat in everyones.items()}
-        shortest = min(beat["for"] for beat in everyones.values())
-        if not all(waits.values()):
-            return
-        text = ""
+        waits = {self._rank: label} | {other: beat["wait"] for other, beat in beats.items()}
+        shortest = min(time.monotonic() - since, *(beat["for"] for beat in beats.values()))
+        places, text = self._places(waits), ""
         if all(wait.startswith(BUCKETS) for wait in waits.values()) or len(set(waits.values())) == 1:
-            if shortest > self._timeout:
+            bounded = bounded and all(beat["bounded"] for beat in beats.values())
+            if shortest > self._timeout * (1 if bounded else PATIENCE):
                 text = (
-                    f"the network has stalled: all machines answer, and for {shortest:.0f} seconds "
-                    f"{self._places(waits)}. Let the network pass the connections of gloo, whose interface "
-                    "GLOO_SOCKET_IFNAME names; a network that is only slow needs a larger machine_timeout."
+                    f"the network has stalled: all machines answer, and for {shortest:.0f} seconds {places}. Let the "
+                    "network pass the connections of gloo, whose interface GLOO_SOCKET_IFNAME names; a network that "
+                    "is only slow needs a larger machine_timeout."
                 )
         elif shortest > STALL:
             text = f"{self._apart(waits)} If they have these, the network between them has stalled."
@@ -291,6 +278,41 @@ class Liveness:
         if self.failure is None:
             self.failure = text
         return MachineError(self.failure)
+
+
+class _Waits:
+    """What the threads of this machine wait for from others: for us, or in a collective operation of user code."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[str, float, bool]] = {}
+        """What a thread waits for, since when, and whether that is bounded, by the thread's id."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep no frame of user code."""
+        self._sampled: tuple[object, float] = (None, 0.0)
+
+    @contextlib.contextmanager
+    def waiting(self, label: str, bounded: bool) -> Iterator[None]:
+        me = threading.get_ident()
+        self._of[me] = label, time.monotonic(), bounded
+        try:
+            yield
+        finally:
+            del self._of[me]
+
+    def oldest(self) -> tuple[str | None, float, bool]:
+        """Return the wait that began first, when, and whether it is bounded; None if nothing waits."""
+        if waits := self._of.copy():
+            return min(waits.values(), key=lambda wait: wait[1])
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            frame = frame.f_back
+        if self._sampled[0] is not frame:  # kept, as Python makes another object of a call that nobody keeps
+            self._sampled = frame, time.monotonic()
+        if frame is None:
+            return None, 0.0, False
+        return f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1], False
 
 
 def _beat(rank: int) -> str:

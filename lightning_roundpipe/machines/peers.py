@@ -10,8 +10,7 @@ several:
     the optimizer's thread, or the main thread while that does not exist: gradients ── `GRADIENTS` ── [2]
     the same thread: updated weights, which travel beside later gradients ── `WEIGHTS` ── [3]
     messages of [2], and those of [3], take their `CONNECTIONS` in turn, in the same order on each machine ── [4]
-    the main thread, in code that calls torch.distributed, such as torchmetrics ── the default group, whose number of
-    operations `Liveness` compares ── [5]
+    the main thread, in code that calls torch.distributed, such as torchmetrics ── the default group ── [5]
 
 gloo takes what comes: it adds up the values of different exchanges, and ends the process where their sizes differ. So
 before each exchange of [1] the machines compare what it is, and [5] cannot meet it.
@@ -96,13 +95,15 @@ class Peers:
             dist.all_to_all_single, received, group, input=sent, output_split_sizes=comes, input_split_sizes=goes
         )
 
-    def wait(self, work: Any, label: str) -> None:
-        """Wait for the end of ``work``, which brings what ``label`` says: a message of a bucket, a portion, or less.
+    def wait(self, work: Any, label: str, *, bounded: bool = True) -> None:
+        """Wait for the end of ``work``, which brings what ``label`` says.
+
+        ``bounded``: whether it sends one message of bounded size: a bucket, a portion, or less.
 
         Raises:
             MachineError: another machine has failed.
         """
-        with self.liveness.waiting(label):
+        with self.liveness.waiting(label, bounded=bounded):
             while True:
                 try:
                     work.wait(timedelta(seconds=LOOK))
@@ -127,24 +128,25 @@ class Peers:
             raise self.liveness.apart(dict(enumerate(everyones)))
 
     def sum(self, tensor: Tensor, label: str, group: str = MAIN, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Sum ``tensor``, contiguous, over the machines, in place, or combine it by another ``op``."""
+        """Sum ``tensor`` over the machines, in place, or combine it by another ``op``."""
         if group == MAIN:
             self.come_together(_exchange(label, tensor))
-        for part in torch.split(tensor.view(-1), PORTION):
-            self.wait(self.start(dist.all_reduce, part, group, op=op), label)
+        self.wait(self.start(dist.all_reduce, tensor, group, op=op), label, bounded=tensor.numel() <= PORTION)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> Tensor:
-        """Overwrite ``tensor``, contiguous, by that of machine ``src``."""
-        for part in torch.split(tensor.view(-1), PORTION):
-            self.wait(self.start(dist.broadcast, part, MAIN, src=src), label)
+        """Overwrite ``tensor`` by that of machine ``src``."""
+        self.wait(self.start(dist.broadcast, tensor, MAIN, src=src), label, bounded=tensor.numel() <= PORTION)
         return tensor
 
     def gather(self, tensor: Tensor, label: str, group: str = MAIN) -> list[Tensor]:
         """Return the ``tensor`` of each machine, by number. All have the same shape and dtype."""
+        if group == MAIN:
+            self.come_together(_exchange(label, tensor))
         found = tensor.new_zeros((self.size, *tensor.shape))
         found[self.rank] = tensor
-        return list(self.sum(found, label, group))
+        self.wait(self.start(dist.all_reduce, found, group), label, bounded=found.numel() <= PORTION)
+        return list(found)
 
     # -- objects ------------------------------------------------------------------------------------------------------
 
@@ -222,7 +224,9 @@ class Peers:
         everyones = torch.stack(self.gather(mine, label))
         for tensor in itertools.compress(tensors, everyones.ne(everyones[0]).any(0).tolist()):
             raw = tensor.detach().contiguous()
-            self.broadcast(raw.view(-1).view(torch.uint8), 0, label)
+            flat = raw.view(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), PORTION):
+                self.broadcast(flat[start : start + PORTION], 0, label)
             if raw.data_ptr() != tensor.data_ptr():  # a copy of one that is not contiguous
                 tensor.detach().copy_(raw)
 
@@ -277,8 +281,7 @@ def _connected(rank: int, size: int, timeout: float) -> Peers:
         store.set(f"roundpipe/name/{rank}", socket.gethostname())
         dist.barrier(group=groups[GRADIENTS][0])
         names = [store.get(f"roundpipe/name/{other}").decode() for other in everyone]
-        everyones: Any = dist.group.WORLD
-        liveness = Liveness(store, rank, names, timeout, calls=everyones._get_sequence_number_for_group)
+        liveness = Liveness(store, rank, names, timeout)
         liveness.enter()
         dist.barrier(group=groups[GRADIENTS][0])
     except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError

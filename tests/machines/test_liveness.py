@@ -40,7 +40,6 @@ class Pair:
         left: the status with which each machine has ended its process.
         silent: the machines that write nothing any more.
         asleep: what happens while a machine sleeps.
-        calls: how many collective operations user code has called on each machine.
     """
 
     def __init__(self, patch, timeout):
@@ -56,11 +55,7 @@ class Pair:
         patch.setattr(Liveness, "_look_for_stuck", counted)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: self.asleep())
         patch.setattr(liveness, "time", clock)
-        self.calls = {0: 0, 1: 0}
-        self.machines = [
-            Liveness(self.board, rank, ["a", "b"], timeout, self.left.append, lambda rank=rank: self.calls[rank])
-            for rank in (0, 1)
-        ]
+        self.machines = [Liveness(self.board, rank, ["a", "b"], timeout, self.left.append) for rank in (0, 1)]
         for one in self.machines:
             one.enter()
         for one in self.machines:
@@ -189,19 +184,21 @@ def test_machines_that_wait_for_different_things_are_stuck(pair):
 
 
 def test_a_call_of_torch_distributed_is_a_wait(pair):
-    """Of user code: of machines that have called as many, none is in one that another has not come to."""
+    """Of user code, in the main thread: the same call has the same beginning each time that the thread looks."""
+    code = "def broadcast(until):\n    while not until():\n        pass\n"
+    called = {"__name__": "torch.distributed.distributed_c10d"}
+    exec(code, called)
     both = pair(30.0)
     first, second = both.machines
+    ends = both.now + 10
+
+    def over():
+        both.advance(STEP_S)
+        return (first.failure and second.failure) or both.now > ends
+
     with second.waiting("the gradients of bucket 3"):
-        both.calls = {0: 7, 1: 7}
-        both.advance(2.0)
-        assert first.failure is second.failure is None
-        both.calls = {0: 8, 1: 7}
-        both.advance(0.8)
-        assert first.failure is second.failure is None
-        both.advance(0.4)
-    assert "machine 0 (a) waits for a collective operation of torch.distributed" in str(first.failure)
-    assert second.failure
+        called["broadcast"](over)
+    assert "torch.distributed.broadcast()" in str(first.failure)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,7 @@ def test_machines_that_all_wait_for_messages_have_no_network(mine, theirs, pair)
     """They waited for a day. What one of them has sent may be in the memory of its kernel, so it is ahead."""
     both = pair(1.0)
     first, second = both.machines
-    with first.waiting(mine), second.waiting(theirs):
+    with first.waiting(mine, bounded=True), second.waiting(theirs, bounded=True):
         both.advance(0.8)
         first.check()
         assert first.says() == f"For 1 seconds this machine has waited for {mine} from other machines."
@@ -224,3 +221,13 @@ def test_machines_that_all_wait_for_messages_have_no_network(mine, theirs, pair)
     places = rf"machine 0 \(a\) waits for {mine} and machine 1 \(b\) waits for {theirs}"
     with pytest.raises(MachineError, match=f"the network has stalled: .* for 1 seconds {places}"):
         first.check()
+
+
+def test_a_message_of_any_size_takes_longer(pair):
+    both = pair(0.5)
+    first, second = both.machines
+    with first.waiting("the mean of a value"), second.waiting("the mean of a value", bounded=True):
+        both.advance(4.5)
+        first.check()
+        both.advance(1.0)
+    assert "the network has stalled" in str(first.failure)

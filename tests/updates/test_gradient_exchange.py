@@ -62,7 +62,7 @@ class Connected(Peers):
 
         return self._join(group, tensor, bring)
 
-    def wait(self, work, label):
+    def wait(self, work, label, *, bounded=True):
         assert work.done.wait(PATIENCE_S), label
 
     def sum(self, tensor, label, group=GRADIENTS, op=None):
