@@ -94,9 +94,9 @@ def _tokenised(source: Path, name: str, setting: str, encoder: Encoder) -> Datas
         writer_batch_size=100,  # long texts are large
     )
     reasons: dict[str, list[int]] = {}
-    for number, reason in enumerate(column(tokens, "error"), 1):
-        if reason is not None:
-            reasons.setdefault(reason, []).append(number)
+    for number, error in enumerate(column(tokens, "error"), 1):
+        if error is not None:
+            reasons.setdefault(error, []).append(number)
     if reasons:
         named = [
             f"record {numbers[0]:,}{f' and {len(numbers) - 1:,} more' if len(numbers) > 1 else ''}: {reason}"
