@@ -7,6 +7,7 @@ merges across the border or puts a space in front of every text.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -44,12 +45,19 @@ class Encoder:
         vocab_size: int | None = None,
     ) -> None:
         self._tokenizer: Any = tokenizer
-        tokenizer("")  # what the last call has set is part of a tokenizer, and so of the key that `datasets` caches by
         self.vocab_size = vocab_size
         self.completions_only = loss_on == "completions"
         if chat_template is None and tokenizer.chat_template:
             chat_template = tokenizer.get_chat_template()
         self._template = chat_template
+
+    @property
+    def settings(self) -> list[Any]:
+        """All settings that decide a record's tokens, which of them are to be learnt, and whether they are refused."""
+        made_by = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        made_by |= {"truncation": None, "padding": None}  # the last call's, which do not matter here
+        named = [self._tokenizer.bos_token, self._tokenizer.eos_token]
+        return [made_by, named, self._template, self.completions_only, self.vocab_size]
 
     def encode(self, content: Text | Chat) -> Tokens:
         """Return the record's tokens. Raises ``BadRecord``."""
@@ -64,11 +72,6 @@ class Encoder:
                 tokens = np.append(tokens, np.int32(end))
         if not learnt(tokens):
             raise BadRecord("it holds no token to be learnt")
-        if self.vocab_size is not None and (largest := np.maximum(tokens, ~tokens).max()) >= self.vocab_size:
-            raise BadRecord(
-                f"the tokenizer makes token {largest}, and the model's vocabulary has {self.vocab_size}. Set "
-                "data.tokenizer to that of the model"
-            )
         return tokens
 
     def _of(self, text: str, spans: list[tuple[int, int]], specials: bool) -> Tokens:

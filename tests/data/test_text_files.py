@@ -209,15 +209,3 @@ def test_what_there_is_is_said(tmp_path, caplog):
     assert second.startswith("roundpipe: training: 32 records in ") and third.startswith(
         "roundpipe: validation: 8 records in "
     )
-
-
-def test_records_are_tokenised_once(tmp_path):
-    """Later runs with the same settings find the tokens in the cache of `datasets`; others do not."""
-    path = jsonl(tmp_path / "a.jsonl", questions())
-
-    def cached(**settings):
-        data = module(path, **settings)
-        data.prepare_data()
-        return data._tables[0].cache_files
-
-    assert cached() == cached() != cached(rows="joined", loss_on="everything")
