@@ -235,7 +235,7 @@ def test_users_callbacks_read_and_change(kind, said):
     (plain, expected), (own, result) = pair(
         lambda _: kind(), max_epochs=2, val_batches=VALIDATION, blocking=kind is Meddles
     )
-    waits = sum("callback ShrinksEachBatch (on_train_batch_end) may read" in text for text in said)
+    waits = sum("callback ShrinksEachBatch has on_train_batch_end, which may read" in text for text in said)
     assert waits == (kind is ShrinksEachBatch)
     assert len(own.seen) == len(plain.seen) > 3
     harness.assert_tensors_same(plain.seen, own.seen)

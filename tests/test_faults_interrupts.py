@@ -78,8 +78,8 @@ class Interrupted:
 
 WORKING = {
     "strategy.py": ("_start_engine", "_stop_engine"),
-    "engine.py": ("train_window", "_prepare", "_failing", "_drain", "_end", "settle", "_result_of"),
-    "step.py": ("run", "_begin", "_rest", "drain", "release", "finish"),
+    "engine.py": ("train_window", "_prepare", "_failing", "_drain", "_end", "settle"),
+    "step.py": ("run", "_begin", "_rest", "drain", "release", "result", "_finish"),
     "pool.py": ("rest", "close", "_close_devices", "wait"),
     "evaluation.py": ("begin", "start", "wait_for", "show", "end"),
     "randomness.py": ("park", "restore"),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Learner, assert_plain, ours, run, seeded
+from harness import Learner, assert_plain, loader, ours, run, seeded, trainer_of
+from patience import PATIENCE_S
 from torch import nn
 
 HARD = {"poison": True, "delay_seed": 3}
@@ -95,3 +96,48 @@ def test_a_given_plan_is_kept():
     module, plan = Module(STEPS["a head for each batch"]), "forward 0-1; fused 2-4; backward 0-1; round 2"
     _, result = assert_plain(module, data(4), {"num_microbatches": 4, "plan": plan})
     assert result.report["plan"].startswith("forward 0-1; fused 2-4")
+
+
+class Counting(nn.Sequential):
+    """Sets an attribute, which the next microbatch finds."""
+
+    count = 0
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_first_microbatch_leaves_the_first_layers_out(devices, counts):
+    """Those behind it come to these layers first, on the worker that it waits for."""
+
+    def step(module, batch, index):
+        leaves_out = index >= 8 and index % 4 == 0
+        return cross_entropy(module.model(batch["x"], order=(2, 3) if leaves_out else (0, 1, 2, 3)), batch)
+
+    module, plan = Module(step), "forward 0 1 2 3; fused 4; backward 3 2 1 0; round 4"
+    if counts:
+        module.model.blocks = nn.ModuleList(Counting(*block) for block in module.model.blocks)
+    layers = [f"model.blocks.{i}" for i in range(4)] + ["model.heads.0"]
+    strategy = {"plan": plan, "layers": layers, "watchdog_timeout": PATIENCE_S}
+    _, result = assert_plain(module, data(16), strategy, devices=devices, accumulate_grad_batches=4)
+    assert result.report["plan"] == plan
+
+
+class Evaluated(Module):
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.step(self, batch, batch_idx))
+
+
+def test_the_first_batch_of_an_evaluation_leaves_the_first_layers_out():
+    module = Evaluated(
+        lambda m, b, i: cross_entropy(m.model(b["x"], order=(3,) if i in (4, 8, 12) else (0, 1, 2, 3)), b)
+    )
+    ways = ("auto", 1), (ours(evaluation_batches=4, watchdog_timeout=PATIENCE_S), 2)
+    plain, found = (
+        trainer_of(strategy, devices=devices).validate(module, loader(data(16)), verbose=False)
+        for strategy, devices in ways
+    )
+    assert found == [pytest.approx(each) for each in plain]

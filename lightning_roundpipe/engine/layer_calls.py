@@ -64,6 +64,7 @@ class LayerCalls:
         sections, turns = self.sections, self.turns
         if layer.seen.sets_attributes and (slot := turns.next_slot_of(layer)) is not None:
             sections.exit()
+            self._begin_in(slot)
             turns.acquire(slot)  # within its turn, it finds what the call of the microbatch before has set
             sections.enter(sections.number)
         call = self.capture(layer, args, kwargs, self.uses[layer.index])
@@ -131,8 +132,9 @@ class LayerCalls:
         coming = {i: activations.save(tensors[i], home) for i, home in enumerate(homes) if home is not device}
         if taped and slot.position is None and turns.round and call.reconnect is None:
             call.slot = turns.for_backward(call, slot.worker)
+        self._begin_in(slot)
         with turns.take(call, slot, self.sections.phase, [*coming.values()], lent=not keeps) as executor:
-            self.sections.begun.set()  # only now: one microbatch at most waits in front of the first call
+            self.sections.begun.set()  # only now: one microbatch at most waits in front of the first slot
             worker, bring = executor.worker, activations.on
             worker.wait_for_copies()
             plan = self.spec.plan if taped and slot.position is not None else None
@@ -156,6 +158,11 @@ class LayerCalls:
             if call.reconnect is None:
                 turns.device = device
         return outcome
+
+    def _begin_in(self, slot: Slot) -> None:
+        """Let the next microbatch begin if this one leaves the first slots out, whose turns are the next one's then."""
+        if slot.position:
+            self.sections.begun.set()
 
     def _recomputed_inputs(self, call: LayerCall, slot: Slot) -> Mapping[int, tuple[LayerCall, int]]:
         """Return the inputs that the recomputation of earlier calls gives; see `CallInputs`."""

@@ -45,7 +45,8 @@ class UserSections:
         phase: "forward", "backward" once the loss is there, or "evaluation".
         last: which code runs, as errors name it.
         number: number of the present section, or of the last one.
-        begun: reached when the first section is over, and the call behind it has its turn.
+        begun: reached when the first section is over, and the call behind it has its turn in the first slot, or leaves
+            that out.
         saved: context for all sections and their backward, in which what autograd saves counts on their devices.
         memory: measures memory, in the first window.
         surroundings: torch's modes where user code began.

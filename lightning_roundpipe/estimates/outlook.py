@@ -22,7 +22,6 @@ from lightning_roundpipe.planning.memory import (
     boundary_bytes,
     device_bytes,
     least,
-    size_text,
     total,
 )
 from lightning_roundpipe.planning.network import Network, gradient_bytes
@@ -393,8 +392,8 @@ def _why_not(problem: Problem, machine: Hardware) -> str | None:
     if memory is not None and not problem.fits(plan):
         item = max(WorkerNeeds(plan, problem.costs, problem.workers).items(memory), key=lambda item: item.nbytes)
         part = item.name.partition(", of stage")[0].partition(", stage")[0]
-        return f"memory={size_text(memory)} of each worker, the largest part for {part}"
+        return f"memory={memory / 2**30:.4g}GiB of each worker, the largest part for {part}"
     if not problem.fits_host(plan):
         item = max(problem.host_items(plan), key=lambda item: item.nbytes)
-        return f"host_memory={size_text(machine.host_memory)} of {machine.title}, the largest part for {item.name}"
+        return f"host_memory={machine.host_memory / 2**30:.4g}GiB of {machine.title}, the largest part for {item.name}"
     return None

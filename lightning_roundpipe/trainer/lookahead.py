@@ -23,8 +23,9 @@ from __future__ import annotations
 import functools
 import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -54,18 +55,19 @@ class WholeUpdates(TorchFunctionMode):
     """Finishes pending updates before a torch function takes one of the model's weights [3].
 
     Args:
-        settle: finishes them.
-        masters: ids of the weights.
+        engine: has these updates, and the weights. The loader may outlive it.
     """
 
-    def __init__(self, settle: Callable[[], None], masters: Set[int]) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self._settle, self._masters, self._process = settle, masters, os.getpid()
+        self._engine, self._masters = weakref.ref(engine), frozenset(engine.model.bucket_of)
+        self._process = os.getpid()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._takes_weight((*args, *kwargs.values())) and os.getpid() == self._process:  # no worker of a loader
-            self._settle()
+        engine = self._engine() if os.getpid() == self._process else None  # a worker of a loader has no updates
+        if engine is not None and self._takes_weight((*args, *kwargs.values())):
+            engine.settle()
         return func(*args, **kwargs)
 
     def _takes_weight(self, values: Iterable[Any]) -> bool:
@@ -160,7 +162,7 @@ class LookAhead(_PrefetchDataFetcher):
     def show_updates(self, engine: Engine) -> None:
         """Let the loader find whole updates of ``engine``, if it updates weights [3]."""
         if engine.updates is not None:
-            self.whole = WholeUpdates(engine.settle, engine.model.bucket_of.keys())
+            self.whole = WholeUpdates(engine)
         else:
             self.whole = nullcontext()
 

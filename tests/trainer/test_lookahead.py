@@ -2,6 +2,8 @@
 
 import copy
 import os
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,9 +28,24 @@ def calls():
     return []
 
 
+class Engine:
+    """Has one weight, and notes when its updates are finished."""
+
+    def __init__(self, weight, calls):
+        self.model, self._calls = SimpleNamespace(bucket_of={id(weight): None}), calls
+
+    def settle(self):
+        self._calls.append(1)
+
+
 @pytest.fixture
-def whole(weight, calls):
-    return WholeUpdates(lambda: calls.append(1), {id(weight): None}.keys())
+def engine(weight, calls):
+    return Engine(weight, calls)
+
+
+@pytest.fixture
+def whole(engine):
+    return WholeUpdates(engine)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +59,16 @@ def test_a_function_that_takes_a_weight_waits(whole, weight, calls, use):
     with whole, torch.no_grad():
         use(weight)
     assert calls
+
+
+def test_the_loader_does_not_keep_the_engine(weight, calls):
+    """It outlives that if modules are replaced, and there must be one copy of the weights."""
+    engine = Engine(weight, calls)
+    whole, known = WholeUpdates(engine), weakref.ref(engine)
+    del engine
+    with whole:
+        weight.sum()
+    assert known() is None and not calls
 
 
 def test_other_parameters_do_not_wait(whole, calls):
