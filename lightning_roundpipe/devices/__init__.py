@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices.base import POISON, Device, Event, Stream
+from lightning_roundpipe.devices.base import POISON, Device, Event, Stream, TrackedTensors
 from lightning_roundpipe.devices.core_semaphore import emulated_work
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, StreamAborted, StreamError
 
@@ -23,6 +23,7 @@ __all__ = [
     "Stream",
     "StreamAborted",
     "StreamError",
+    "TrackedTensors",
     "emulated_work",
     "make_devices",
 ]

@@ -32,6 +32,16 @@ MAX_WAIT_S = 1e-3
 """Longest time, in seconds, that activations wait on the link for a chunk of weights or gradients."""
 
 
+class TrackedTensors(AbstractContextManager["TrackedTensors"]):
+    """Tensors that count as resident on a device until `release`, the end of the block, or this object's deletion."""
+
+    def release(self) -> None:
+        """Stop counting the tensors. Idempotent."""
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
 class Event(ABC):
     """A point in a stream's work."""
 
@@ -234,14 +244,19 @@ class Device(ABC):
         """Return the context that marks the work enqueued inside for a profiler, by the words of ``name``."""
         return NOTHING
 
-    def track(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        """Count the tensors' storages, except arenas, as resident as long as they live.
+    def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
+        """Count the tensors' storages as resident until the returned object is released.
 
-        A storage counts once, under the first purpose given for it. Does nothing on a GPU, whose allocator counts.
+        A storage counts once, however many tensors or `TrackedTensors` share it. The result keeps the storages alive,
+        but not the tensors or their autograd graph. Does nothing on a GPU, whose allocator counts.
 
         Raises:
-            DeviceOutOfMemory: they do not fit.
+            DeviceOutOfMemory: they do not fit. Then none of them is counted.
         """
+        return TrackedTensors()
+
+    def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
+        """Count the tensors' storages, except arenas, as long as they live, or raise `DeviceOutOfMemory`."""
         return
 
     def saved_for_backward(self) -> AbstractContextManager[None]:

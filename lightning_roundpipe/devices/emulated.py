@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import core_semaphore, intraop_threads
 from lightning_roundpipe.devices.alike import empty_alike
-from lightning_roundpipe.devices.base import NOTHING, POISON, Device, Stream
+from lightning_roundpipe.devices.base import NOTHING, POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_streams import Delays, InlineStream, Link, ThreadStream
-from lightning_roundpipe.devices.ledger import Ledger
+from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
 from lightning_roundpipe.devices.saved import (
     Pack,
     counting_paused_in_transforms,
@@ -107,12 +107,15 @@ class EmulatedDevice(Device):
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         return self.host_like(t)  # all memory is the host's
 
-    def track(self, tensors: Iterable[Tensor], purpose: str) -> None:
+    def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
+        return LedgerTrackedTensors(self._ledger, tensors, purpose)
+
+    def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._arenas:
-                    self._ledger.track(storage, purpose)
+                    self._ledger.track_until_freed(storage, purpose)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return self._saved_for_backward  # stateless, so calls may share it and nest

@@ -18,10 +18,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import final
 
 import torch
+from torch import Tensor
 
+from lightning_roundpipe.devices.base import TrackedTensors
 from lightning_roundpipe.devices.errors import out_of_memory
 
 LONGEST_JOURNAL = 4096
@@ -72,7 +75,7 @@ class Ledger:
                 raise out_of_memory(self._device, nbytes, purpose, self._by_purpose(), self.limit, emulated=True)
             self._journal.append((key, nbytes, purpose))
 
-    def track(self, storage: torch.UntypedStorage, purpose: str) -> None:
+    def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
         """Count ``storage`` until it is freed, under the first purpose given for it. For errors see `add`."""
         key = storage._cdata
         known = self._tracked.get(key)
@@ -156,3 +159,33 @@ class Ledger:
         for nbytes, purposes in self._entries.values():
             sums[purposes[0]] += nbytes
         return dict(sums)
+
+
+class LedgerTrackedTensors(TrackedTensors):
+    """Storages that a ledger counts until ``release()`` or the deletion of this object."""
+
+    def __init__(self, ledger: Ledger, tensors: Iterable[Tensor], purpose: str) -> None:
+        self._ledger, self._purpose = ledger, purpose
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        try:
+            for tensor in tensors:
+                if tensor.layout is not torch.strided:
+                    continue  # sparse tensors have no storage of their own, and are not passed between layers
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._storages:
+                    ledger.add(storage._cdata, storage.nbytes(), purpose)
+                    self._storages[storage._cdata] = storage
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        try:
+            while self._storages:
+                key, storage = self._storages.popitem()
+                self._ledger.end(key, self._purpose)
+                del storage  # last: from here on, another storage may get its address
+        except KeyError:  # another thread releases them, too
+            return
+
+    __del__ = release

@@ -196,7 +196,7 @@ class Activations:
             return Arriving(saved.tensor.to(device.torch_device, copy=True), None)
         stream = device.activations_up if saved.ready is None or saved.ready.done() else device.arrivals_up
         there = device.device_like(saved.tensor, stream, lent=lent)
-        device.track([there], INPUTS)
+        device.track_until_freed([there], INPUTS)
         if saved.ready is not None:
             stream.wait(saved.ready)
         start = stream.record(timed=True)

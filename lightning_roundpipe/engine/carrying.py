@@ -143,7 +143,7 @@ class Gathering(_ProductMode):  # type: ignore[no-untyped-call]
             outputs = None
         if outputs is not None:
             outputs = [copy_alike(t) if _travels(t, device) else t for t in outputs]
-            device.track([t for t in outputs if _travels(t, device)], COPIES)
+            device.track_until_freed([t for t in outputs if _travels(t, device)], COPIES)
         drew = self._draws and torch.Tag.nondeterministic_seeded in operation.tags
         self._products.append(Product(operation, outputs, device.generator.get_state() if drew else None))
         return returned

@@ -317,18 +317,19 @@ class Executor:
         before = buffers.snapshot() if has_buffers and grad and not keep_graph else None
         if has_buffers:
             buffers.load()
-        meter = self._first_window.meter(call, worker, tensors)
-        gathering = None
-        if carries is not None and not self._compiler.compiled:
-            gathering = Gathering(self.device, draws=layer.index in self._randomness.draws, least=carries)
-        run, aliases, sink = self._run(call, slot, tensors, copy, "forward", gathering, grad=grad)
-        found = run.tensors
-        if gathering is not None and run.differentiable:
-            call.inputs.carried = carried = gathering.send(slot.spec.recorder, call.microbatch)
-            worker.in_flight.carrying += [host.ready for host in carried.block if host.ready is not None]
-        self.device.track(found, OUTPUTS)
-        if meter is not None and call.traced is not None:
-            call.traced.memory.kept_bytes = meter.read()
+        with self.device.track(tensors, INPUTS):
+            meter = self._first_window.meter(call, worker, tensors)
+            gathering = None
+            if carries is not None and not self._compiler.compiled:
+                gathering = Gathering(self.device, draws=layer.index in self._randomness.draws, least=carries)
+            run, aliases, sink = self._run(call, slot, tensors, copy, "forward", gathering, grad=grad)
+            found = run.tensors
+            if gathering is not None and run.differentiable:
+                call.inputs.carried = carried = gathering.send(slot.spec.recorder, call.microbatch)
+                worker.in_flight.carrying += [host.ready for host in carried.block if host.ready is not None]
+            self.device.track_until_freed(found, OUTPUTS)
+            if meter is not None and call.traced is not None:
+                call.traced.memory.kept_bytes = meter.read()
         if buffers:
             learning = self._randomness.learning or layer.seen.is_new_state(call.environment.state)
             buffers.write_back(before, learning, call.microbatch)
@@ -521,12 +522,12 @@ class Executor:
         if len(parts) == 1:
             return parts[0]
         total = functools.reduce(torch.add, parts)
-        self.device.track([total], GRADIENTS)
+        self.device.track_until_freed([total], GRADIENTS)
         return total
 
     def _copied(self, gradient: Tensor) -> Tensor:
         copied = copy_alike(gradient)
-        self.device.track([copied], GRADIENTS)
+        self.device.track_until_freed([copied], GRADIENTS)
         return copied
 
     def recompute(self, call: LayerCall, slot: Slot, inputs: Sequence[Arriving]) -> LayerCopy:
@@ -538,7 +539,7 @@ class Executor:
         if returning is not None and not returning.has_fitted():
             outputs, sink = self._recompute(call, slot, copy, there[:count])
         self._check(call, outputs)
-        self.device.track(outputs, OUTPUTS)
+        self.device.track_until_freed(outputs, OUTPUTS)
         call.graph = outputs, sink
         return copy
 
@@ -551,7 +552,7 @@ class Executor:
         inputs = call.inputs.whole(saved)
         if mutated := call.inputs.mutated:
             inputs = [copy_alike(t) if i in mutated else t for i, t in enumerate(inputs)]
-            device.track([inputs[i] for i in mutated], INPUTS)
+            device.track_until_freed([inputs[i] for i in mutated], INPUTS)
         again = noted(functools.partial(call.place, "recomputation", slot, device))
         with again, call.environment.thread_state.entered():
             run, _, sink = call.environment.variables.run(

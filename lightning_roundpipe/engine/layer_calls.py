@@ -245,7 +245,7 @@ class Tape(LayerCalls):
                 for hook in list(hooks.values()):
                     changed = hook(total)
                     total = total if changed is None else changed
-            home.track([total], GRADIENTS)
+            home.track_until_freed([total], GRADIENTS)
             gradients.parts[index] = (Part(total, home, None),)
 
     def through(self, call: LayerCall) -> tuple[list[Tensor | None], Device]:

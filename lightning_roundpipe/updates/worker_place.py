@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices import Device, Event, TrackedTensors
 from lightning_roundpipe.optim.partial_optimizer import Change
 
 _PURPOSE = "optimizer steps"
@@ -26,6 +26,7 @@ class WorkerPlace:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._end: Event | None = None
+        self._held: list[TrackedTensors] = []
 
     def run(self, sources: Sequence[Tensor], step: Callable[[list[Tensor]], list[Change]]) -> list[Tensor]:
         """See `Place`."""
@@ -33,14 +34,14 @@ class WorkerPlace:
         device, copying, computing = self._device, self._device.updates_copy, self._device.updates
         try:
             copies = [device.device_like(tensor, computing, lent=True) for tensor in sources]
-            device.track(copies, _PURPOSE)
+            self._held.append(device.track(copies, _PURPOSE))
             copying.wait(computing.record())
             for there, here in zip(copies, sources, strict=True):  # [1]
                 copying.copy(there, here)
             computing.wait(copying.record())
             with computing.running():  # [2]
                 changes = step(copies)
-            device.track([value for value, _ in changes], _PURPOSE)
+            self._held.append(device.track([value for value, _ in changes], _PURPOSE))
             copying.wait(computing.record())
             held = [device.host_like(value) if here is None else here for value, here in changes]
             for (there, _), here in zip(changes, held, strict=True):  # [3]
@@ -55,6 +56,9 @@ class WorkerPlace:
     def finish(self) -> None:
         """See `Place`."""
         end, self._end = self._end, None
+        held, self._held = self._held, []
         if end is not None:
             end.wait()
             self._device.drop_finished()
+        for tracked in held:
+            tracked.release()

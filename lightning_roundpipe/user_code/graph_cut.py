@@ -96,14 +96,14 @@ class Gradients:
             with home.compute.running(), torch.no_grad():
                 gradient = mine[0].tensor + gradient  # not in place: autograd may share either
             self.parts[index] = mine = ()
-            home.track([gradient], GRADIENTS)
+            home.track_until_freed([gradient], GRADIENTS)
         # Behind this point of the device's work, other microbatches may follow: whoever takes it waits for no more.
         self.parts[index] = (*mine, Part(gradient, home, home.compute.record() if home is not None else None))
 
     def arrive(self, index: int, gradient: Tensor) -> None:
         """Add a part that autograd has made."""
         if self.home is not None:
-            self.home.track([gradient], GRADIENTS)
+            self.home.track_until_freed([gradient], GRADIENTS)
         self.add(index, gradient, self.home)
 
     def close(self) -> None:

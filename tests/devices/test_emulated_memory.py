@@ -33,8 +33,7 @@ def test_allocate_counts_aligns_and_gives_back(make):
 def test_out_of_memory_says_what_is_there_and_what_helps(make):
     device = make(memory="8KiB")
     arena = device.allocate(4096, "weights of the slot")
-    tensor = torch.zeros(256)
-    device.track([tensor], "boundary")
+    tracked = device.track([torch.zeros(256)], "boundary")
     with pytest.raises(DeviceOutOfMemory) as caught:
         device.allocate(4096, "weights of the next slot")
     message = str(caught.value)
@@ -48,23 +47,24 @@ def test_out_of_memory_says_what_is_there_and_what_helps(make):
         assert part in message
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert device.resident_by_purpose() == {"weights of the slot": 4096, "boundary": 1024}
-    del tensor
+    tracked.release()
     device.allocate(4096, "weights of the next slot")
     device.free(arena)
 
 
 def test_a_storage_counts_once_and_until_its_last_reason_is_gone(make):
     device = make()
-    x, factor = torch.zeros(100), torch.tensor(2.0, requires_grad=True)
+    x = torch.zeros(100)
     arena = device.allocate(400, "weights")
     parameter = arena.view(torch.float32)[:50].requires_grad_()
-    device.track([x, x[:10], x.t(), parameter, parameter.data], "boundary")
-    device.track([x.view(10, 10)], "input")
-    with device.saved_for_backward():
-        product = factor * x
-    del x
-    assert device.resident_by_purpose() == {"weights": 400, "boundary": 400}
-    del product
+    first = device.track([x, x[:10], x.t(), parameter, parameter.data], "boundary")
+    assert device.resident_bytes() == 800
+    second = device.track([x.view(10, 10)], "input")
+    assert device.resident_bytes() == 800
+    first.release()
+    first.release()
+    assert device.resident_by_purpose() == {"weights": 400, "input": 400}
+    second.release()
     assert device.resident_bytes() == 400
 
 
@@ -72,8 +72,8 @@ def test_a_storage_that_is_tracked_until_it_is_freed_runs_no_python_then(make):
     """What is raised there, such as a KeyboardInterrupt, Python would print and drop."""
     device, called = make(), list[str]()
     tensor = torch.ones(256)
-    device.track([tensor, tensor[:3]], "outputs")
-    device.track([tensor], "outputs")
+    device.track_until_freed([tensor, tensor[:3]], "outputs")
+    device.track_until_freed([tensor], "outputs")
     assert device.resident_bytes() == 1024
     sys.setprofile(lambda frame, event, arg: called.append(f"{event} {frame.f_code.co_name}"))
     del tensor
