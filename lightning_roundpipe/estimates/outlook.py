@@ -392,8 +392,13 @@ def _why_not(problem: Problem, machine: Hardware) -> str | None:
     if memory is not None and not problem.fits(plan):
         item = max(WorkerNeeds(plan, problem.costs, problem.workers).items(memory), key=lambda item: item.nbytes)
         part = item.name.partition(", of stage")[0].partition(", stage")[0]
-        return f"memory={memory / 2**30:.4g}GiB of each worker, the largest part for {part}"
+        return f"memory={_size(memory)} of each worker, the largest part for {part}"
     if not problem.fits_host(plan):
         item = max(problem.host_items(plan), key=lambda item: item.nbytes)
-        return f"host_memory={machine.host_memory / 2**30:.4g}GiB of {machine.title}, the largest part for {item.name}"
+        return f"host_memory={_size(machine.host_memory)} of {machine.title}, the largest part for {item.name}"
     return None
+
+
+def _size(nbytes: int) -> str:
+    """Return a size as an option takes it, except for commas."""
+    return f"{nbytes / 2**30:,.2f}GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f}MiB"

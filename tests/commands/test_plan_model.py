@@ -339,7 +339,7 @@ def test_the_longest_sequence_is_the_longest(command, tmp_path):
     found = json.loads(command(*options, "sequence_length=256")[1])
     longest = found["longest_sequence"]
     assert 256 < longest < 1 << 16
-    assert found["limited_by"].startswith("memory=48MiB of each worker, the largest part for activations")
+    assert found["limited_by"].startswith("memory=47.68MiB of each worker, the largest part for activations")
     for length, fits in ((longest, True), (longest + 256, False)):
         again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
         assert again["fits"] is fits
