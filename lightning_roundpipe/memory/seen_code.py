@@ -45,11 +45,8 @@ class SeenCode:
         return room_for(self.copies_wanted)
 
     def launched(self, seconds: float) -> None:
-        """Record that the layer's code ran for ``seconds``.
-
-        Another thread may have held up a run, so the estimate takes the shorter time and grows by a tenth at most.
-        """
-        self.launch_seconds = min(seconds, 1.1 * self.launch_seconds)
+        """Record that the layer's code ran for ``seconds``. Other threads may hold up a run, so the least counts."""
+        self.launch_seconds = min(seconds, self.launch_seconds)
 
     def is_new_state(self, state: StateDiff | None) -> bool:
         """Return whether the layer's code has not run with these attributes yet; another mode may behave otherwise."""
