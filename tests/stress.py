@@ -194,6 +194,9 @@ NO_GRADIENTS = Case(
 )  # fmt: skip
 """A microbatch without a loss, in a round of its own: its slots have a place for gradients, and download none."""
 
+INPUTS_AHEAD = Case(plan="forward none; fused 0-5; backward none; round 2", devices=1, sizes=(4, 4, 4))
+"""A single worker gets the inputs of the first call ahead, too: no stage of its own has made them."""
+
 
 def random_plan(draw, microbatches):
     """Any cuts of the forward pass, any others of the backward pass, any round. ``draw``: a `random.Random`."""

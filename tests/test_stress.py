@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
-from stress import CALLS, NO_GRADIENTS, Case, check, random_plan, train
+from stress import CALLS, INPUTS_AHEAD, NO_GRADIENTS, Case, check, random_plan, train
 
 # Not shrunk: what fails may depend on timing, and an example is small enough to be read as it is.
 LOOKING = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -58,6 +58,7 @@ def cases(draw):
 @settings(stress, max_examples=2, derandomize=True, database=None)
 @given(case=cases())
 @example(case=NO_GRADIENTS)
+@example(case=INPUTS_AHEAD)
 def test_any_schedule(case):
     check(case)
 

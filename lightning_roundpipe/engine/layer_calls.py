@@ -160,7 +160,7 @@ class LayerCalls:
         return outcome
 
     def _begin_in(self, slot: Slot) -> None:
-        """Let the next microbatch begin if this one leaves the first slots out, whose turns are the next one's then."""
+        """Let the next microbatch begin if this one goes past the first slot, where that one goes before it."""
         if slot.position:
             self.sections.begun.set()
 

@@ -1,4 +1,4 @@
-"""Versioned state that each update renews, and waits for one of its versions."""
+"""State with versions, as of weights, and waits for one of them."""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     _check_step(cfg)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     measurements, settings = Measurements(), cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-    trainer = _make_trainer(
-        cfg, measurements, settings
-    )  # first: its settings are checked, and a model may take minutes
+    trainer = _make_trainer(cfg, measurements, settings)  # before the model, which may take minutes
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
     facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.config.get_text_config().vocab_size}

@@ -25,7 +25,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -60,21 +60,14 @@ class WholeUpdates(TorchFunctionMode):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self._engine, self._masters = weakref.ref(engine), frozenset(engine.model.bucket_of)
-        self._process = os.getpid()
+        self._engine, self._process = weakref.ref(engine), os.getpid()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         engine = self._engine() if os.getpid() == self._process else None  # a worker of a loader has no updates
-        if engine is not None and self._takes_weight((*args, *kwargs.values())):
+        if engine is not None and _have_any((*args, *kwargs.values()), engine.model.bucket_of.keys()):
             engine.settle()
         return func(*args, **kwargs)
-
-    def _takes_weight(self, values: Iterable[Any]) -> bool:
-        masters = self._masters
-        return any(
-            id(v) in masters or (type(v) in (list, tuple) and not masters.isdisjoint(map(id, v))) for v in values
-        )
 
     @override
     def __reduce__(self) -> Any:
@@ -94,6 +87,11 @@ class WholeUpdates(TorchFunctionMode):
     @override
     def __exit__(self, *_: object) -> None:
         _push([mode for mode in _popped() if mode is not self])
+
+
+def _have_any(values: Iterable[Any], ids: Set[int]) -> bool:
+    """Return whether one of ``values``, or of lists among them, has one of ``ids``."""
+    return any(id(v) in ids or (type(v) in (list, tuple) and not ids.isdisjoint(map(id, v))) for v in values)
 
 
 def _popped() -> list[Any]:
