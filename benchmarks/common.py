@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -97,10 +98,14 @@ def batches(data: Tensor, size: int) -> DataLoader[Any]:
 
 
 class Pace:
-    """How fast layers that only take time are; 0 skips the waiting, for the step that learns the trace."""
+    """How long layers that only take time wait: in the step that learns the trace no longer than needed to be long."""
 
     def __init__(self) -> None:
-        self.factor = 0.0
+        self.longest = 5e-3
+
+    def take(self, seconds: float) -> None:
+        if seconds:
+            emulated_work(min(seconds, self.longest))
 
 
 class _TakeTime(torch.autograd.Function):
@@ -108,15 +113,13 @@ class _TakeTime(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float, pace: Pace) -> Tensor:
         ctx.backward_s, ctx.pace = backward_s, pace
         ctx.save_for_backward(weight)
-        if pace.factor:
-            emulated_work(pace.factor * forward_s)
+        pace.take(forward_s)
         return x * weight[:1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
-        if ctx.pace.factor:
-            emulated_work(ctx.pace.factor * ctx.backward_s)
+        ctx.pace.take(ctx.backward_s)
         of_weight = torch.zeros_like(weight)
         of_weight[0] = grad.sum()
         return grad * weight[:1], of_weight, None, None, None
@@ -162,7 +165,7 @@ class Sleepers(pl.LightningModule):
         return h.mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.pace.factor = 1.0  # the first step has found the trace
+        self.pace.longest = math.inf  # the first step has found the trace
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)

@@ -324,3 +324,45 @@ def test_who_shares_the_process_takes_turns(precision, always_away, monkeypatch)
     assert beside.found == alone.found and set(beside.found[2::3]) == {torch.float32}
     for name, value in expected.items():
         assert torch.equal(weights[name], value), name
+
+
+class Counted(nn.Module):
+    """Takes time in training only, and notes how many of its kind compute at once."""
+
+    inside, crowds, lock = [0], [], threading.Lock()
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x):
+        if self.training:
+            with self.lock:
+                self.inside[0] += 1
+                self.crowds.append(self.inside[0])
+            time.sleep(2e-2)
+            with self.lock:
+                self.inside[0] -= 1
+        return torch.tanh(self.lin(x))
+
+
+class Crowd(Learner):
+    def __init__(self):
+        super().__init__()
+        with seeded(0):
+            self.layers = nn.ModuleList([Counted() for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        h = batch
+        for layer in self.layers:
+            h = layer(h)
+        return h.square().mean()
+
+    validation_step = training_step
+
+
+def test_layers_that_were_short_in_validation_overlap_in_training():
+    strategy = ours(num_microbatches=2, layers=["Counted"], plan=PLAN, watchdog_timeout=3 * PATIENCE_S)
+    Counted.crowds.clear()
+    run(strategy, Crowd(), BATCHES, devices=2, watch=False, val_batches=BATCHES[:1], num_sanity_val_steps=1)
+    assert max(Counted.crowds) > 1
