@@ -27,7 +27,7 @@ from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.config import is_whole
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.causal_lm import CausalLM
-from lightning_roundpipe.tasks.results import EvaluationResult, show_job, show_outcome, summarise
+from lightning_roundpipe.tasks.results import EvaluationResult, parameters, show_outcome, show_run, summarise
 from lightning_roundpipe.trainer.refusals import unreadable_checkpoint
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
@@ -40,10 +40,8 @@ _PROMPT_WITHOUT_TOKENIZER = (1, 2, 3)
 class Job:
     """The objects of a run, ready to start."""
 
-    name: str
     folder: Path
     started: float
-    source: str
     trainer: Trainer
     task: LightningModule
     data: LightningDataModule
@@ -77,7 +75,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     if isinstance(data, TextFiles):
         data.setup("fit")  # checks every record before the weights are loaded, which may take minutes
     seed_everything(cfg.seed, workers=True, verbose=False)  # random weights are the same whatever the data have drawn
-    model = pretrained.model
+    show_run(run=cfg.name, model=pretrained.source, folder=folder)
+    model = pretrained.model  # may take minutes
     if cfg.float8:
         _make(cfg.float8)(model)
     task = _make(
@@ -90,10 +89,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     if isinstance(data, TextFiles) and data.rows == "packed" and isinstance(task, CausalLM):
         task.keep_documents_apart()
     return Job(
-        name=cfg.name,
         folder=folder,
         started=started,
-        source=pretrained.source,
         trainer=trainer,
         task=task,
         data=data,
@@ -118,7 +115,7 @@ def _check_vocabulary(cfg: DictConfig, of_model: int) -> None:
 def run(job: Job) -> dict[str, Any]:
     """Train, print what that changed, and return the summary, which is also written to ``summary.json``."""
     trainer, task, data = job.trainer, job.task, job.data
-    show_job(job.name, job.source, task, trainer, job.folder, job.settings)
+    show_run(parameters=parameters(task, job.settings))
     trainer.validate(task, datamodule=data, verbose=False)
     before = _outcome(job)
     trainer.fit(task, datamodule=data, ckpt_path=job.ckpt_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -74,21 +73,14 @@ def summarise(
     }
 
 
-def show_job(
-    name: str, source: str, task: LightningModule, trainer: Trainer, folder: Path, settings: Mapping[str, Any]
-) -> None:
-    """Print what is about to be trained, and where the results will be. The strategy announces the rest."""
-    lines = {
-        "run": name,
-        "model": source,
-        "parameters": _parameters(task, settings),
-        "folder": str(folder),
-    }
-    for label, value in lines.items():
-        get_console().print(Text.assemble((f"{label:12}", "bold"), value), soft_wrap=True)
+def show_run(**facts: object) -> None:
+    """Print facts of the run that begins, a line each. The strategy announces the rest."""
+    for label, value in facts.items():
+        get_console().print(Text.assemble((f"{label:12}", "bold"), str(value)), soft_wrap=True)
 
 
-def _parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
+def parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
+    """Return how many parameters a task has and trains, in words."""
     total = sum(weights_in(p) for p in task.parameters())
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     if trained == total:
