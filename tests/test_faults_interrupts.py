@@ -3,6 +3,7 @@
 The signal is sent when the main thread comes to a given line of the package, so that no line is left out by luck.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -20,6 +21,7 @@ import pytest
 from faulty import BATCHES, MODULE, PLANTED
 
 import lightning_roundpipe
+from lightning_roundpipe.engine import planner
 
 PACKAGE = str(Path(lightning_roundpipe.__file__).parent)
 VALIDATION = harness.loader(BATCHES[:1])
@@ -50,11 +52,11 @@ class Interrupted:
         self.sent = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
 
-    def run(self, sending):
+    def run(self, sending, **options):
         """Train while ``sending`` sends, and look at what is left; the trainer."""
         handler, child = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
         module = copy.deepcopy(MODULE)
-        trainer = harness.trainer_of(faulty.strategy(), devices=2)
+        trainer = harness.trainer_of(faulty.strategy(**options), devices=2)
         with faulty.devices_made() as made:
             try:
                 with harness.quiet(), sending(self):
@@ -173,3 +175,18 @@ def at_lines(chosen, seed):
 @pytest.mark.timeout(1800)
 def test_wherever_the_engine_works_and_elsewhere():
     at_lines([*working(), *random.Random(1).sample(sorted(sites()), 24)], seed=1)
+
+
+def test_a_search_for_a_plan_is_interrupted_between_plans(monkeypatch):
+    run, reached, own = Interrupted(), [], planner.search_partition
+
+    def search(*args):
+        run.send()
+        reached.append("the search")
+        own(*args)
+        reached.append("its end")
+
+    monkeypatch.setattr(planner, "search_partition", search)
+    monkeypatch.setattr(planner, "WORTH_S", 0.0)
+    run.run(contextlib.nullcontext, plan=None)
+    assert run.ended and reached == ["the search"]

@@ -17,7 +17,6 @@ from lightning_roundpipe.engine.hints import Hints
 from lightning_roundpipe.engine.pool import Pool
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.estimates.nominal import nominal
-from lightning_roundpipe.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.machines.peers import Peers
 from lightning_roundpipe.memory.budget import layers_that_fit
 from lightning_roundpipe.memory.dtypes import Formats
@@ -88,9 +87,8 @@ def make_context(
         peers: the other machines that train the same model; None if there are none.
     """
     compiler, formats = forwards_of(options), formats or Formats()  # it refuses wrong options before threads start
-    with interrupts_allowed():  # copies all weights, and no thread has been started yet
-        found = layers_that_fit(module, options, devices, formats, fitting=fitting)
-        model = HostModel(module, found.layers, devices[0], formats, double_buffered=bool(options.staleness))
+    found = layers_that_fit(module, options, devices, formats, fitting=fitting)
+    model = HostModel(module, found.layers, devices[0], formats, double_buffered=bool(options.staleness))
     hints = Hints(inform)
     hints.of_cuts(found, fitting=fitting)
     casts = model.formats.mixed and not compiler.compiled  # compiled code does not show how it uses weights

@@ -18,7 +18,7 @@ from lightning_roundpipe.engine.step import Step
 from lightning_roundpipe.engine.trace import Trace
 from lightning_roundpipe.engine.worker import Worker
 from lightning_roundpipe.estimates.nominal import nominal, with_times_of_bytes
-from lightning_roundpipe.faults.interrupts import interrupts_allowed
+from lightning_roundpipe.faults.interrupts import deliver_interrupts
 from lightning_roundpipe.memory.budget import (
     capacity_of,
     check_plan_fits,
@@ -197,10 +197,9 @@ class Planner:
         """Search a plan. ``rules`` have the bytes of workers."""
         options, microbatches = self._options, len(step.microbatches)
         try:
-            with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
-                plan = self._cut(costs, microbatches, rules)
-                if options.carry_products and options.plan != "static":
-                    plan = self._carry(plan, costs, microbatches, rules, step.spec.recorder)
+            plan = self._cut(costs, microbatches, rules)
+            if options.carry_products and options.plan != "static":
+                plan = self._carry(plan, costs, microbatches, rules, step.spec.recorder)
             if plan.unpack_once:
                 return plan
             # Beside the largest arena, stages unpack once wherever there is room.
@@ -218,6 +217,7 @@ class Planner:
 
         def step_s(plan: Plan) -> float:
             """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
+            deliver_interrupts()  # a search may be long
             return problem.period_s(plan, _STEPS)
 
         plan = problem.ahead(partition_within(problem, size, stage_s))
@@ -257,6 +257,7 @@ class Planner:
         room = self._room_on_host()
 
         def step_s(plan: Plan) -> float:
+            deliver_interrupts()
             if not problem.fits(plan) or carried_bytes(plan, costs, workers) > room:
                 return math.inf
             return problem.period_s(plan, _STEPS)

@@ -26,7 +26,7 @@ from lightning_roundpipe.engine.process_state import noticed_changes
 from lightning_roundpipe.engine.randomness import Randomness
 from lightning_roundpipe.engine.sync import Baton, CancelScope, Runner, Signal
 from lightning_roundpipe.engine.worker import Worker
-from lightning_roundpipe.faults.interrupts import interrupts_allowed
+from lightning_roundpipe.faults.interrupts import deliver_interrupts
 from lightning_roundpipe.faults.notes import add_remedy
 from lightning_roundpipe.threads.task_thread import LOOK, Task, TaskThread, stacks, within
 from lightning_roundpipe.user_code.bypassed_gradients import functions_given_stand_ins
@@ -120,7 +120,7 @@ class Pool:
             self.wait(waiter, scope)
 
     def wait(self, waiter: Waiter | Runner, scope: CancelScope) -> None:
-        """Wait in the main thread, under the watchdog. Interrupts are delivered here.
+        """Wait in the main thread, under the watchdog. Interrupts are delivered here, at the latest after `LOOK`.
 
         Raises:
             TimeoutError: there was no progress for ``watchdog_timeout`` seconds.
@@ -128,17 +128,18 @@ class Pool:
         """
         intraop_threads.release_intraop_threads()
         seen, since = scope.moved, time.monotonic()
-        with interrupts_allowed():
-            while not waiter.wait_for(min(LOOK, self._limit)):
-                for thread in self._everybody():
-                    thread.check()
-                if scope.moved != seen:
-                    seen, since = scope.moved, time.monotonic()
-                elif time.monotonic() - since > self._limit:
-                    raise TimeoutError(
-                        f"nothing happened for watchdog_timeout={self._limit:g} seconds. Raise it if a layer, or the "
-                        f"code between layers, really takes that long. {self._elsewhere()}\nAll threads:\n{stacks()}"
-                    )
+        deliver_interrupts()
+        while not waiter.wait_for(min(LOOK, self._limit)):
+            deliver_interrupts()
+            for thread in self._everybody():
+                thread.check()
+            if scope.moved != seen:
+                seen, since = scope.moved, time.monotonic()
+            elif time.monotonic() - since > self._limit:
+                raise TimeoutError(
+                    f"nothing happened for watchdog_timeout={self._limit:g} seconds. Raise it if a layer, or the "
+                    f"code between layers, really takes that long. {self._elsewhere()}\nAll threads:\n{stacks()}"
+                )
 
     def _everybody(self) -> list[TaskThread]:
         return [*self._threads, *self._summing.values(), *(worker.sender for worker in self.workers)]
@@ -173,10 +174,14 @@ class Pool:
     def _all_return(late: Sequence[Waiter]) -> bool:
         deadline = time.monotonic() + GRACE
         try:
-            with interrupts_allowed():
-                return all(waiter.wait_for(max(0.0, deadline - time.monotonic())) for waiter in late)
+            for waiter in late:
+                while not waiter.wait_for(LOOK):
+                    deliver_interrupts()
+                    if time.monotonic() > deadline:
+                        return False
         except BaseException:  # a second Ctrl-C
             return False
+        return True
 
     def _reset(self, scope: CancelScope) -> bool:
         def reset() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from torch import nn
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.faults.interrupts import deliver_interrupts
 from lightning_roundpipe.heap import give_back
 from lightning_roundpipe.memory.dtypes import Formats, widen
 from lightning_roundpipe.memory.layer_weights import LayerWeights, Owned
@@ -61,6 +62,7 @@ def host_layers(
     layers: list[HostLayer] = []
     left, buffers = 0, HostBuffers()
     for name, module in modules.items():
+        deliver_interrupts()  # weights of a large model take long, and each layer is whole by itself
         weights = LayerWeights(module, device, owned, formats, double_buffered=double_buffered, mapped=mapped)
         layers.append(HostLayer(len(layers), name, module, weights, buffers))
         left += weights.nbytes

@@ -2,12 +2,14 @@
 
 import signal
 import threading
-import weakref
 
 import pytest
 from patience import PATIENCE_S
+from torch import nn
 
-from lightning_roundpipe.faults.interrupts import interrupts_allowed, interrupts_deferred
+from lightning_roundpipe.faults.interrupts import deliver_interrupts, interrupts_deferred
+from lightning_roundpipe.memory.dtypes import Formats
+from lightning_roundpipe.memory.host_layer import host_layers
 
 
 def press():
@@ -30,17 +32,12 @@ def handlers():
     assert after in (signal.default_int_handler, signal.SIG_IGN), after
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_it_comes_where_it_may(before):
-    """Also one that came before that."""
+def test_it_comes_at_a_point_and_not_between():
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-        if before:
-            press()
+        press()
         reached.append("waiting")
-        with interrupts_allowed():
-            press()
-            reached.append("too far")
+        deliver_interrupts()
         reached.append("too far")
     assert reached == ["waiting"]
 
@@ -50,15 +47,12 @@ def test_whoever_leaves_is_not_interrupted_again():
     cleaned = []
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         try:
-            with interrupts_allowed():
-                try:
-                    press()
-                finally:
-                    press()
-                    cleaned.append("inside")
-        except KeyboardInterrupt:
-            cleaned.append("outside")
-    assert cleaned == ["inside", "outside"]
+            press()
+            deliver_interrupts()
+        finally:
+            press()
+            cleaned.append("all")
+    assert cleaned == ["all"]
 
 
 def test_a_second_one_does_not_wait():
@@ -89,13 +83,11 @@ def test_other_handlers_are_called_with_their_signal():
         child_died()
         child_died()
         assert seen == []
-        with interrupts_allowed():
-            assert seen == [signal.SIGCHLD] * 2
-            child_died()
-            assert len(seen) == 3
+        deliver_interrupts()
+        assert seen == [signal.SIGCHLD] * 2
         child_died()
-        assert len(seen) == 3
-    assert len(seen) == 4
+        assert len(seen) == 2
+    assert len(seen) == 3
     assert signal.getsignal(signal.SIGCHLD) is handler
 
 
@@ -105,14 +97,11 @@ def test_handlers_that_may_save_are_called_at_the_end():
     for number in (signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: seen.append(number))
     with interrupts_deferred():
-        with interrupts_allowed():
+        for waits in (1, 2):
             signal.raise_signal(signal.SIGUSR1)
             child_died()
-            assert seen == [signal.SIGCHLD]
-        signal.raise_signal(signal.SIGUSR1)
-        child_died()
-        with interrupts_allowed():
-            assert seen == [signal.SIGCHLD] * 2
+            deliver_interrupts()
+            assert seen == [signal.SIGCHLD] * waits
     assert seen == [signal.SIGCHLD] * 2 + [signal.SIGUSR1] * 2
     signal.raise_signal(signal.SIGUSR1)
     assert len(seen) == 5
@@ -149,9 +138,10 @@ def test_other_threads_have_nothing_to_do_with_it():
 
     def work():
         try:
-            with interrupts_deferred(), interrupts_allowed():
+            with interrupts_deferred():
                 inside.set()
                 done.wait(PATIENCE_S)
+                deliver_interrupts()
         except BaseException as error:
             failed.append(error)
 
@@ -167,39 +157,37 @@ def test_other_threads_have_nothing_to_do_with_it():
     assert not failed
 
 
-class Thing:
-    """May be referred to weakly."""
-
-
 class Going:
-    def __init__(self, order):
-        self.order = order
-
     def __del__(self):
-        self.order.append("begins")
         press()
-        self.order.append("ends")
 
 
-@pytest.mark.parametrize("way", ["finalizer", "del"])
-def test_an_interrupt_is_not_lost_in_a_finalizer(way):
+def test_an_interrupt_is_not_lost_in_a_finalizer():
     """What is raised there Python prints, and goes on."""
     order = []
-
-    def goes():
-        order.append("begins")
-        press()
-        order.append("ends")
-
-    def user_code():
-        thing = Going(order) if way == "del" else Thing()
-        if way == "finalizer":
-            weakref.finalize(thing, goes)
-        del thing
-
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred(), interrupts_allowed():
-        user_code()
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        Going()
         order.append("goes on")
-        with interrupts_allowed():  # as when it calls a layer
-            order.append("not reached")
-    assert order == ["begins", "ends", "goes on"]
+        deliver_interrupts()
+        order.append("not reached")
+    assert order == ["goes on"]
+
+
+def test_it_comes_between_layers_of_which_weights_are_moved(device):
+    """That takes long for a large model. Each layer is whole: in a buffer, or where it was."""
+    layers = {name: nn.Linear(3, 3) for name in "ab"}
+    places = [layer.weight.data_ptr() for layer in layers.values()]
+
+    def one_by_one():
+        for name, layer in layers.items():
+            yield name, layer
+            press()
+
+    class Slowly(dict):
+        def items(self):
+            return one_by_one()
+
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        host_layers(Slowly(layers), device, Formats(), double_buffered=False, mapped=())
+    moved = [layer.weight.data_ptr() != place for layer, place in zip(layers.values(), places, strict=True)]
+    assert moved == [True, False]
