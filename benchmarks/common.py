@@ -98,7 +98,11 @@ def batches(data: Tensor, size: int) -> DataLoader[Any]:
 
 
 class Pace:
-    """How long layers that only take time wait: in the step that learns the trace no longer than needed to be long."""
+    """How long layers that only take time wait.
+
+    Attributes:
+        longest: most seconds of a wait. In the step that learns the trace, just enough that other layers run meanwhile.
+    """
 
     def __init__(self) -> None:
         self.longest = 5e-3

@@ -428,7 +428,7 @@ class Executor:
             if draws:
                 self._randomness.end(layer.index)
         torch.set_grad_enabled(grad)  # the layer may have left it otherwise
-        layer.seen.launched(time.perf_counter() - began, alone=self._randomness.learning)
+        layer.seen.launched(time.perf_counter() - began, alone=call.traced is not None)
         layer.seen.caches_parametrizations |= parametrize._cache is not cache  # leaving ``cached()`` makes a new dict
         return output
 

@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightning_roundpipe.config import OPTIMIZER_STATES, Options, RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -215,11 +216,7 @@ class Planner:
         workers, size, stage_s = len(self._workers), self._options.round_microbatches, self._options.stage_seconds
         problem = Problem.usual(costs, workers, microbatches, rules.memory, rules)
 
-        def step_s(plan: Plan) -> float:
-            """Seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
-            deliver_interrupts()  # a search may be long
-            return problem.period_s(plan, _STEPS)
-
+        step_s = partial(_step_s, problem)
         plan = problem.ahead(partition_within(problem, size, stage_s))
         [seconds] = step_ends(plan, costs, workers, microbatches)
         if size is None and stage_s is None:
@@ -257,10 +254,9 @@ class Planner:
         room = self._room_on_host()
 
         def step_s(plan: Plan) -> float:
-            deliver_interrupts()
             if not problem.fits(plan) or carried_bytes(plan, costs, workers) > room:
                 return math.inf
-            return problem.period_s(plan, _STEPS)
+            return _step_s(problem, plan)
 
         long = step_s(plan) >= WORTH_S
         return carrying_within(
@@ -320,6 +316,12 @@ class Planner:
         for worker in self._workers:
             worker.forget()
         self.reserve_for_layers()
+
+
+def _step_s(problem: Problem, plan: Plan) -> float:
+    """Return the seconds of each of several steps, with their copies and updates, as `roundpipe-plan` counts them."""
+    deliver_interrupts()  # a search asks for many plans, and takes long
+    return problem.period_s(plan, _STEPS)
 
 
 def reserved_for_layers(layers: Sequence[HostLayer], limit: int | None) -> Reserved:

@@ -47,7 +47,8 @@ class SeenCode:
     def launched(self, seconds: float, *, alone: bool) -> None:
         """Record that the layer's code ran for ``seconds``.
 
-        Other threads hold up runs that are not ``alone``, so these only make the figure less.
+        Other threads may hold up a run that is not ``alone``, so such a run only lowers the figure. In the first window
+        each runs alone.
         """
         self.launch_seconds = seconds if alone else min(seconds, self.launch_seconds)
 

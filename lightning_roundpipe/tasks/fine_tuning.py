@@ -27,7 +27,7 @@ from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.config import is_whole
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.causal_lm import CausalLM
-from lightning_roundpipe.tasks.results import EvaluationResult, parameters, show_outcome, show_run, summarise
+from lightning_roundpipe.tasks.results import EvaluationResult, describe_parameters, show_outcome, show_run, summarise
 from lightning_roundpipe.trainer.refusals import unreadable_checkpoint
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
@@ -115,7 +115,7 @@ def _check_vocabulary(cfg: DictConfig, of_model: int) -> None:
 def run(job: Job) -> dict[str, Any]:
     """Train, print what that changed, and return the summary, which is also written to ``summary.json``."""
     trainer, task, data = job.trainer, job.task, job.data
-    show_run(parameters=parameters(task, job.settings))
+    show_run(parameters=describe_parameters(task, job.settings))
     trainer.validate(task, datamodule=data, verbose=False)
     before = _outcome(job)
     trainer.fit(task, datamodule=data, ckpt_path=job.ckpt_path)

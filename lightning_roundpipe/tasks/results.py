@@ -79,7 +79,7 @@ def show_run(**facts: object) -> None:
         get_console().print(Text.assemble((f"{label:12}", "bold"), str(value)), soft_wrap=True)
 
 
-def parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
+def describe_parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
     """Return how many parameters a task has and trains, in words."""
     total = sum(weights_in(p) for p in task.parameters())
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
