@@ -1,16 +1,21 @@
-"""Messages to users: a warning category, words for numbers, and the first line of an error.
+"""Messages to users: a warning category, words for numbers, the first line of an error, and what threads are at.
 
 Every warning and every line of information begins with ``roundpipe:``, so that users see where it comes from.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from types import FrameType
 
 PREFIX = "roundpipe: "
+_reads_frames = threading.RLock()
 
 
 class RoundPipeWarning(UserWarning):
@@ -68,3 +73,19 @@ def raised_here(error: BaseException) -> bool:
     """Return whether this package has raised the error itself, and not a library that it calls."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).startswith("lightning_roundpipe.")
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return the frame that each thread runs, by the thread's id. No garbage is collected meanwhile.
+
+    ``sys._current_frames`` of Python 3.11 holds a lock that a starting thread needs. Where a collection within it frees
+    a tensor, such a thread runs, waits for that lock, and keeps the interpreter: a deadlock (python/cpython#106883).
+    """
+    with _reads_frames:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()

@@ -1,11 +1,14 @@
 """Everything that the package says, found in its source: mechanical rules that reading alone would miss."""
 
 import ast
+import gc
+import sys
+import threading
 import warnings
 from pathlib import Path
 
 from lightning_roundpipe import RoundPipeWarning
-from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
+from lightning_roundpipe.messages import PREFIX, frames_of_threads, gib, plural, seconds, warn
 
 PACKAGE = Path(__file__).resolve().parent.parent / "lightning_roundpipe"
 FILES = [f for f in sorted(PACKAGE.rglob("*.py")) if f.relative_to(PACKAGE).parts[0] not in ("commands", "tasks")]
@@ -76,3 +79,33 @@ def test_words_for_numbers():
     assert plural(3, "microbatch") == "3 microbatches"
     assert [gib(n) for n in (0, 1023, 1536, 5 << 20, 3 << 29)] == ["0 bytes", "1023 bytes", "2 KiB", "5 MiB", "1.5 GiB"]
     assert [seconds(s) for s in (0.0123, 0.9999, 2.44, 125.0)] == ["12 ms", "1.0 s", "2.4 s", "2.1 min"]
+
+
+def test_nothing_is_collected_while_frames_of_threads_are_read(monkeypatch):
+    """Python 3.11 deadlocks there with a thread that starts, as a machine did that looked what its main thread does."""
+    own, within, thresholds = sys._current_frames, [], gc.get_threshold()
+
+    def allocating():
+        before = len(collections)
+        kept = [[] for _ in range(100)]
+        within.append(len(collections) - before)
+        return own() if kept else {}
+
+    collections = []
+    monkeypatch.setattr(sys, "_current_frames", allocating)
+    gc.callbacks.append(noted := lambda phase, info: collections.append(phase))
+    gc.set_threshold(1)
+    try:
+        sys._current_frames()
+        assert within[-1] > 0
+        frames = frames_of_threads()
+        assert within[-1] == 0
+        assert threading.get_ident() in frames
+        assert gc.isenabled()
+        gc.disable()
+        frames_of_threads()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(noted)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.messages import PREFIX, first_line
+from lightning_roundpipe.messages import PREFIX, first_line, frames_of_threads
 
 BEAT = 0.5
 """Seconds between two messages of a machine."""
@@ -305,7 +305,7 @@ class _Waits:
         """Return the wait that began first, when, and whether it is bounded; None if nothing waits."""
         if waits := self._of.copy():
             return min(waits.values(), key=lambda wait: wait[1])
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = frames_of_threads().get(threading.main_thread().ident or 0)
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
             frame = frame.f_back
         if self._sampled[0] is not frame:  # kept, as Python makes another object of a call that nobody keeps

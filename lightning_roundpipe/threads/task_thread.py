@@ -7,7 +7,6 @@ microseconds, because both need the interpreter.
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import intraop_threads, thread_end
 from lightning_roundpipe.devices.waiter import Waiter
+from lightning_roundpipe.messages import frames_of_threads
 
 T = TypeVar("T")
 LOOK = 0.25
@@ -170,7 +170,7 @@ def within(seconds: float, function: Callable[[], object]) -> bool:
 
 def stacks() -> str:
     """Return the stacks of all threads of the process, as text."""
-    frames = sys._current_frames()
+    frames = frames_of_threads()
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"Thread {known.get(ident, 'not started by Python')!r} ({ident}):\n{''.join(traceback.format_stack(frame))}"
